@@ -1,1 +1,3 @@
-//! core
+//! The parts of pg_stint that need no server: arithmetic, decisions and compilers, each with its property tests.
+
+pub mod budget;
