@@ -7,6 +7,7 @@ mod guc;
 mod shmem;
 mod spi;
 mod values;
+mod worker;
 mod xact;
 
 use pgrx::prelude::*;
@@ -14,6 +15,8 @@ use pgrx::prelude::*;
 pgrx::pg_module_magic!(name, version);
 
 extension_sql_file!("../sql/00_schema.sql", name = "schema", bootstrap);
+extension_sql_file!("../sql/05_preload.sql", name = "preload");
+extension_sql_file!("../sql/70_worker.sql", name = "worker", requires = ["preload"]);
 
 /// Settings always; shared memory, callbacks and the launcher only while the server starts, since they cannot be had later.
 #[pg_guard]
@@ -23,5 +26,6 @@ extern "C-unwind" fn _PG_init() {
     if unsafe { pg_sys::process_shared_preload_libraries_in_progress } {
         shmem::init();
         xact::init();
+        worker::init();
     }
 }
