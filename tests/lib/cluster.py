@@ -53,6 +53,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _bindir = None
 
 
+def die_with_parent(signum):
+    """A preexec_fn: the kernel sends the signal to the child when the thread that starts it ends."""
+    return lambda: _libc.prctl(_PR_SET_PDEATHSIG, signum)
+
+
 class ClusterError(Exception):
     """A server or one of its tools did not do as asked; the text holds its output."""
 
@@ -196,16 +201,14 @@ class Cluster:
         raise ClusterError(f"the server did not start:\n{self.log()[-4000:]}")
 
     def _launch(self):
-        def die_with_parent():
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
-
-        # The kernel counts the death of the starting thread, not of the process.
+        # A thread may end long before the process does.
         follow = not self._orphan and threading.current_thread() is threading.main_thread()
         with open(self.log_path, "ab") as log:
             self._postmaster = subprocess.Popen(
                 [bindir() / "postgres", "-D", self.data],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.base, env=clean_environment(),
-                start_new_session=True, umask=0o077, preexec_fn=die_with_parent if follow else None, **server_user(),
+                start_new_session=True, umask=0o077, **server_user(),
+                preexec_fn=die_with_parent(signal.SIGINT) if follow else None,
             )  # fmt: skip
 
     def _wait_ready(self, timeout):
