@@ -14,9 +14,9 @@ REVOKE ALL ON FUNCTION stint.library_version() FROM PUBLIC;
 
 CREATE FUNCTION stint.version() RETURNS text
     LANGUAGE sql STABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
-BEGIN ATOMIC
-    SELECT format('pg_stint %s (library %s)', e.extversion, stint.library_version()) FROM pg_extension e WHERE e.extname = 'pg_stint';
-END;
+AS $$
+    SELECT format('pg_stint %s (library %s)', e.extversion, stint.library_version()) FROM pg_extension e WHERE e.extname = 'pg_stint'
+$$;
 COMMENT ON FUNCTION stint.version() IS
 $$The version of the extension's SQL objects in this database and of the library the server runs. They are the same, except between installing a new library
 and running ALTER EXTENSION pg_stint UPDATE.$$;

@@ -24,6 +24,7 @@ extension_sql_file!("../sql/20_queue_views.sql", name = "queue_views", requires 
 extension_sql_file!("../sql/30_queue_verbs.sql", name = "queue_verbs", requires = ["queue_tables", "queue_views"]);
 extension_sql_file!("../sql/70_worker.sql", name = "worker", requires = ["preload"]);
 extension_sql_file!("../sql/80_check.sql", name = "check", requires = ["queue_verbs"]);
+extension_sql_file!("../sql/90_doctor.sql", name = "doctor", requires = ["worker", "check"]);
 
 /// Settings always; shared memory, callbacks and the launcher only while the server starts, since they cannot be had later.
 #[pg_guard]

@@ -1,8 +1,9 @@
 //! What a maintenance worker does, in order. A step is bounded, runs in a transaction of its own as the owner of the extension, under READ COMMITTED, and takes
-//! no transaction id when it finds nothing to do. It returns whether it stopped at its bound with more to do: then the next round follows at once. A step
-//! that fails is told in the log and in `stint.maintenance`, and the others go on.
+//! no transaction id when it finds nothing to do. It returns whether there may be more to do: then the next round follows at once. A step that fails is told in
+//! the log and in `stint.maintenance`, and the others go on.
 
 use super::doorbells;
+use crate::{budget, queue};
 
 /// When a step runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -21,9 +22,15 @@ pub struct Step {
     pub name: &'static str,
     /// When it runs.
     pub when: When,
-    /// The work; true if there is more.
+    /// The work; true if it did something and there may be more.
     pub run: fn() -> bool,
 }
 
 /// All steps. What clients are told of by a doorbell stands before the doorbells.
-pub const STEPS: &[Step] = &[Step { name: "doorbells", when: When::Bell, run: doorbells::step }];
+pub const STEPS: &[Step] = &[
+    Step { name: "load budgets", when: When::Round, run: budget::live::step },
+    Step { name: "sweep", when: When::Round, run: queue::sweep::step },
+    Step { name: "promote", when: When::Round, run: queue::promote::step },
+    Step { name: "expire keys", when: When::Round, run: queue::keys::step },
+    Step { name: "doorbells", when: When::Bell, run: doorbells::step },
+];
