@@ -59,8 +59,12 @@ fn describe(name: &CStr, main: &CStr) -> pg_sys::BackgroundWorker {
 fn take_signals() {
     // SAFETY: both handlers are PostgreSQL's own.
     unsafe {
-        pg_sys::pqsignal(pg_sys::SIGHUP as i32, Some(raw::SignalHandlerForConfigReload));
-        pg_sys::pqsignal(pg_sys::SIGTERM as i32, Some(raw::die));
+        #[cfg(not(feature = "pg18"))]
+        use pg_sys::pqsignal;
+        #[cfg(feature = "pg18")]
+        use pg_sys::pqsignal_be as pqsignal;
+        pqsignal(pg_sys::SIGHUP as i32, Some(raw::SignalHandlerForConfigReload));
+        pqsignal(pg_sys::SIGTERM as i32, Some(raw::die));
         pg_sys::BackgroundWorkerUnblockSignals();
     }
 }
@@ -73,7 +77,12 @@ fn nap(micros: i64) {
         let events = pg_sys::WL_LATCH_SET | pg_sys::WL_TIMEOUT | pg_sys::WL_EXIT_ON_PM_DEATH;
         pg_sys::WaitLatch(pg_sys::MyLatch, events as i32, ms as _, pg_sys::PG_WAIT_EXTENSION);
         pg_sys::ResetLatch(pg_sys::MyLatch);
-        pg_sys::check_for_interrupts!();
+        // pg_cancel_backend is for a step at work; here there is nothing to cancel.
+        PgTryBuilder::new(|| {
+            pg_sys::check_for_interrupts!();
+        })
+        .catch_when(PgSqlErrorCode::ERRCODE_QUERY_CANCELED, |_| ())
+        .execute();
         if pg_sys::ConfigReloadPending != 0 {
             pg_sys::ConfigReloadPending = 0;
             pg_sys::ProcessConfigFile(pg_sys::GucContext::PGC_SIGHUP);

@@ -73,22 +73,27 @@ struct Worker {
 impl Worker {
     /// Works until the extension is gone.
     fn work(&mut self) {
-        let (mut round_due, mut bell_due) = (Instant::now(), Instant::now());
+        // When the last round and the last doorbells were; 0: the next is due.
+        let (mut last_round, mut last_bell) = (Instant(0), Instant(0));
         loop {
             let now = Instant::now();
+            // From the settings each time: a reload may have shortened either.
+            let (round_due, bell_due) = (last_round.plus(naptime()), last_bell.plus(guc::doorbell_ms() * 1000));
             let (round, bell) = (now >= round_due, workers::rung() && now >= bell_due);
             if round || bell {
                 let Some(more) = self.run(round, bell) else { return };
                 let then = Instant::now();
                 if round {
-                    round_due = if more { then } else { then.plus(naptime()) };
+                    last_round = if more { Instant(0) } else { then };
                 }
                 if bell {
-                    bell_due = then.plus(guc::doorbell_ms() * 1000);
+                    last_bell = then;
                 }
+                nap(0);
+            } else {
+                let due = if workers::rung() { round_due.min(bell_due) } else { round_due };
+                nap(due.0 - now.0);
             }
-            let due = if workers::rung() { round_due.min(bell_due) } else { round_due };
-            nap(due.0.saturating_sub(Instant::now().0));
         }
     }
 
@@ -111,7 +116,6 @@ impl Worker {
                     self.tell(number, code, message);
                 }
             }
-            pg_sys::check_for_interrupts!();
         }
         if round {
             workers::note_round(clean);

@@ -139,18 +139,6 @@ def test_drop_extension_meets_neither_a_deadlock_nor_a_failing_step(started):
     assert [line for line in server.log().splitlines() if "WARNING" in line or "deadlock" in line] == []
 
 
-def test_a_prepared_create_extension_gets_its_worker_too(started):
-    server, processes = started()
-    server.create_database("second", extension=False)
-    with server.connect("second") as conn:
-        conn.execute("BEGIN")
-        conn.execute("CREATE EXTENSION pg_stint")
-        conn.execute("PREPARE TRANSACTION 'install'")
-        conn.execute("COMMIT PREPARED 'install'")
-    # Nobody tells the launcher; it looks into each database again after a minute.
-    processes.wait_for_worker("second", timeout=90)
-
-
 def test_a_fast_shutdown_does_not_wait_for_the_worker(started):
     server, processes = started()
     assert server.stop("fast") < 5
@@ -185,8 +173,8 @@ def test_a_template_with_the_extension_can_be_copied(started):
     server.restart()
     processes.wait_for_worker("app")
     assert processes.worker("mould") is None
-    server.sql("CREATE DATABASE cast TEMPLATE mould")
-    processes.wait_for_worker("cast", timeout=30)
+    server.sql("CREATE DATABASE made TEMPLATE mould")
+    processes.wait_for_worker("made", timeout=30)
 
 
 def test_the_worker_writes_nothing_while_idle(started):
@@ -217,6 +205,7 @@ def test_the_worker_writes_nothing_while_idle(started):
 
 def test_a_standby_has_no_worker_until_it_is_promoted(started):
     server, processes = started()
+    server.sql("SELECT stint.create_queue('q')", dbname="app")
     with server.standby() as replica:
         on_replica = type(processes)(replica)
         replica.wait_for_replay(server)
@@ -282,14 +271,29 @@ def test_the_worker_obeys_a_reload(started):
 
 def test_a_failing_step_is_told_once_and_stops_no_other(started):
     server, processes = started(config={"stint.naptime": "20ms"})
-    server.sql("ALTER TABLE stint.task_keys RENAME TO lost_keys", dbname="app")
-    server.wait_until("SELECT last_error LIKE 'expire keys: %%' FROM stint.maintenance", dbname="app")
-    assert verdict(server)["maintenance steps succeed"] is False
-    processes.prove_at_work("app")
-    told = [line for line in server.log().splitlines() if 'the step "expire keys"' in line]
-    assert len(told) == 1 and "WARNING" in told[0]
-    server.sql("ALTER TABLE stint.lost_keys RENAME TO task_keys", dbname="app")
+    with server.connect("app") as conn:
+        conn.execute("CREATE FUNCTION public.fail() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN RAISE 'no promotion today'; END$$")
+        conn.execute("CREATE TRIGGER broken BEFORE DELETE ON stint.place_scheduled EXECUTE FUNCTION public.fail()")
+        conn.execute("SELECT stint.create_queue('q')")
+        conn.execute("SELECT stint.enqueue('q', '{}', delay => '1 ms')")
+        server.wait_until("SELECT last_error = 'promote: no promotion today' FROM stint.maintenance", dbname="app")
+        assert verdict(server)["maintenance steps succeed"] is False
+        # The sweep stands before it and the doorbells after it.
+        conn.execute("SELECT stint.enqueue('q', '{}')")
+        heard = []
+        conn.add_notify_handler(heard.append)
+        conn.execute("LISTEN stint_queue")
+        assert conn.execute("SELECT attempt FROM stint.claim('q', 'dies', lease_for => '1 s')").fetchone() == (1,)
+        assert conn.execute("SELECT attempt FROM stint.claim('q', 'next', wait => '20 s')").fetchone() == (2,)
+        deadline = time.monotonic() + 10
+        while not heard and time.monotonic() < deadline:
+            conn.execute("SELECT 1")
+        assert {(note.channel, note.payload) for note in heard} == {("stint_queue", "q")}
+        told = [line for line in server.log().splitlines() if 'the step "promote"' in line]
+        assert len(told) == 1 and "WARNING" in told[0]
+        conn.execute("DROP TRIGGER broken ON stint.place_scheduled")
     server.wait_until("SELECT ok FROM stint.doctor() WHERE \"check\" = 'maintenance steps succeed'", dbname="app")
+    processes.prove_at_work("app")
 
 
 def test_pg_stat_activity_names_the_processes(started):
