@@ -47,6 +47,12 @@ AS $$
     FROM stint.task_outcomes o LEFT JOIN ended e ON e.queue = o.queue AND e.id = o.id
     WHERE o.attempt <> coalesce(e.last, 0)
     UNION ALL
+    SELECT 'an outcome and the end of an attempt are known words', x.queue, x.id, x.word
+    FROM (SELECT o.queue, o.id, o.outcome AS word FROM stint.task_outcomes o WHERE o.outcome NOT IN ('completed', 'failed', 'cancelled')
+          UNION ALL
+          SELECT a.queue, a.id, a.ended FROM stint.task_attempts a
+          WHERE a.ended NOT IN ('completed', 'failed', 'cancelled', 'released', 'lapsed')) x
+    UNION ALL
     SELECT 'no lease is granted twice', r.queue, r.id, 'running under the lease of attempt ' || a.attempt
     FROM stint.place_running r JOIN stint.task_attempts a ON a.queue = r.queue AND a.id = r.id AND a.lease = r.lease
     UNION ALL

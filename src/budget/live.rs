@@ -3,7 +3,7 @@
 //! The lock on `stint.budget_config` orders the two: ROW EXCLUSIVE for whoever reserves or releases, SHARE for whoever adds up the rows.
 
 use crate::errors::Fault;
-use crate::shmem::{self, Instance, budgets};
+use crate::shmem::{self, Instance, budgets, waiters};
 use crate::spi::{self, Session, Statement};
 use pgrx::prelude::*;
 use std::cell::Cell;
@@ -23,6 +23,17 @@ static NUMBERS: Statement = Statement::new(c"select b.number, b.budget::text fro
 thread_local! {
     /// The instance this backend has seen loaded: a crash that empties shared memory ends the backend too.
     static SEEN: Cell<Option<Instance>> = const { Cell::new(None) };
+}
+
+/// Has what a running row of a queue reserved released when this transaction commits, and a waiter of the queue look for what then has room.
+pub fn release(queue: i32, budgets: Option<Vec<i32>>, reserved: Option<Vec<i64>>) {
+    let (Some(numbers), Some(reserved)) = (budgets, reserved) else { return };
+    enter();
+    let instance = Instance::here();
+    for (budget, tokens) in numbers.into_iter().zip(reserved) {
+        budgets::release(instance, budget, Usage { running: 1, tokens });
+    }
+    waiters::ready(queue, 1);
 }
 
 /// How long a claim waits for the usage to be loaded when it may not wait for the lock itself, in milliseconds.

@@ -108,13 +108,10 @@ fn sort(taken: &mut [Taken]) {
 
 /// Takes at most `max` tasks, reserving their budgets.
 fn take_any(session: &Session, name: &str, queue: &Queue, max: usize) -> Vec<Taken> {
-    if queue.budgets.is_empty() {
-        return match queue.lanes.first() {
-            Some(lane) => take(session, name, lane.lane, max),
-            None => Vec::new(),
-        };
+    match queue.lanes.as_slice() {
+        [only] if only.draws.is_empty() => take(session, name, only.lane, max),
+        _ => take_budgeted(session, name, queue, max),
     }
-    take_budgeted(session, name, queue, max)
 }
 
 fn take_budgeted(session: &Session, name: &str, queue: &Queue, max: usize) -> Vec<Taken> {
@@ -170,6 +167,10 @@ fn take_budgeted(session: &Session, name: &str, queue: &Queue, max: usize) -> Ve
         }
     }
     sort(&mut all);
+    if !all.is_empty() {
+        // What one ended attempt gave back may be room for more than one task: each claim that found some sends the next waiter to look.
+        waiters::ready(queue.number, 1);
+    }
     all
 }
 
@@ -304,14 +305,4 @@ fn claim(
         try_claim(name, &queue, worker, max, lease_for)
     };
     TableIterator::new(claimed)
-}
-
-/// Has what a running row reserved released when this transaction commits.
-pub fn release_budgets(budgets: Option<Vec<i32>>, reserved: Option<Vec<i64>>) {
-    let (Some(budgets), Some(reserved)) = (budgets, reserved) else { return };
-    live::enter();
-    let instance = Instance::here();
-    for (budget, tokens) in budgets.into_iter().zip(reserved) {
-        shmem::budgets::release(instance, budget, Usage { running: 1, tokens });
-    }
 }

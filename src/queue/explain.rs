@@ -82,6 +82,7 @@ fn why_ready(session: &Session, name: &str, row: &Rows) -> String {
     }
     match ahead {
         0 => {}
+        1 => reasons.push("1 task stands before it".to_string()),
         1000.. => reasons.push("at least 1000 tasks stand before it".to_string()),
         one_or_more => reasons.push(format!("{one_or_more} tasks stand before it")),
     }

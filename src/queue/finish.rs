@@ -1,10 +1,11 @@
 //! `stint.complete` and `stint.fail`: the end of an attempt. Whoever deletes the running row under its lease decides the attempt; every other call is told what
 //! became of it (`late`).
 
+use super::config;
 use super::late::{self, Answer, Late};
 use super::store::{self, Attempt, Outcome, Ticket};
 use super::usage::Usage;
-use super::{claim, config};
+use crate::budget::live;
 use crate::spi::{self, Session, Statement, arg};
 use crate::values::{Instant, RawInterval, RawJsonb, RawNumeric};
 use crate::{input, shmem};
@@ -44,12 +45,12 @@ pub struct Ran {
 }
 
 /// Deletes the running row under this lease and has its budgets released at commit. `None` where the lease is not the live one.
-pub fn end(session: &Session, name: &str, id: pgrx::Uuid, lease: pgrx::Uuid) -> Option<Ran> {
+pub fn end(session: &Session, name: &str, queue: &config::Queue, id: pgrx::Uuid, lease: pgrx::Uuid) -> Option<Ran> {
     let row = session.run(&END, &[arg(name), arg(id), arg(lease)]);
     if row.is_empty() {
         return None;
     }
-    claim::release_budgets(row.get(0, 11), row.get(0, 12));
+    live::release(queue.number, row.get(0, 11), row.get(0, 12));
     Some(Ran {
         ticket: Ticket {
             id,
@@ -112,7 +113,7 @@ fn complete(
     let answer = spi::connect(|session| {
         let queue = config::find(session, name);
         late::decide(|| {
-            if let Some(ran) = end(session, name, id, lease) {
+            if let Some(ran) = end(session, name, &queue, id, lease) {
                 let usage = usage.or_known(ran.run_id.as_deref(), ran.trace_id.as_deref());
                 store::attempt(session, name, &ran.attempt(lease), "completed", now, None, &usage);
                 let outcome = Outcome { outcome: "completed", attempt: ran.ticket.attempt, lease: Some(lease), error: None, result };
@@ -170,7 +171,7 @@ fn fail(
     let answer = spi::connect(|session| {
         let queue = config::find(session, name);
         late::decide(|| {
-            let Some(ran) = end(session, name, id, lease) else {
+            let Some(ran) = end(session, name, &queue, id, lease) else {
                 return late::call(session, &Late { name, queue: &queue, id, lease, now, call: Call::Fail, result: None, usage: &usage });
             };
             let usage = usage.or_known(ran.run_id.as_deref(), ran.trace_id.as_deref());

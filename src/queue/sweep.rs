@@ -3,7 +3,8 @@
 
 use super::store::{self, Attempt, Outcome, Ticket};
 use super::usage::Usage;
-use super::{claim, config, finish};
+use super::{config, finish};
+use crate::budget::live;
 use crate::spi::{self, Statement, arg};
 use crate::values::Instant;
 use crate::{guc, input, shmem};
@@ -56,11 +57,13 @@ fn sweep_lapsed(max: usize) -> Swept {
             let (run_id, trace_id): (Option<String>, Option<String>) = (rows.get(at, 16), rows.get(at, 17));
             let attempt = Attempt { id: ticket.id, attempt: ticket.attempt, lease: rows.must(at, 3), started_at: rows.must(at, 10), worker: &worker };
             let usage = Usage::default().or_known(run_id.as_deref(), trace_id.as_deref());
-            claim::release_budgets(rows.get(at, 14), rows.get(at, 15));
             store::attempt(session, &name, &attempt, "lapsed", now, Some(LAPSE), &usage);
             swept.lapsed += 1;
             let again = ready.entry(name.clone()).or_default();
-            let max_attempts = config::lookup(session, &name).map_or(i32::MAX, |queue| finish::max_attempts(session, &name, &queue, ticket.id));
+            // A queue whose settings are gone (deleted by hand) still gets its tasks back.
+            let queue = config::lookup(session, &name);
+            live::release(queue.as_ref().map_or(0, |queue| queue.number), rows.get(at, 14), rows.get(at, 15));
+            let max_attempts = queue.map_or(i32::MAX, |queue| finish::max_attempts(session, &name, &queue, ticket.id));
             let reason: Option<String> = rows.get(at, 13);
             if rows.must(at, 12) {
                 let outcome = Outcome { outcome: "cancelled", attempt: ticket.attempt, lease: None, error: reason.as_deref(), result: None };
