@@ -30,6 +30,11 @@ mod raw {
 
 /// Registers the launcher. Called from `_PG_init` while the server starts.
 pub fn init() {
+    // pg_upgrade starts the server to restore into it; nothing may be done there beside it.
+    // SAFETY: a flag of the postmaster.
+    if unsafe { pg_sys::IsBinaryUpgrade } {
+        return;
+    }
     let mut launcher = describe(LAUNCHER, c"stint_launcher_main");
     launcher.bgw_restart_time = 1;
     // SAFETY: the struct is copied.

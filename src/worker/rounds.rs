@@ -5,7 +5,7 @@ use super::{fix, nap, naptime, take_signals};
 use crate::guc;
 use crate::shmem::workers;
 use crate::spi::Identity;
-use crate::values::Instant;
+use crate::values::{Instant, SECOND};
 use pgrx::pg_sys::panic::{CaughtError, ErrorReport};
 use pgrx::prelude::*;
 use std::ffi::{CStr, CString};
@@ -65,9 +65,19 @@ enum Outcome {
     Failed(PgSqlErrorCode, String),
 }
 
+/// An error of a step that was written to the log.
+struct Told {
+    code: PgSqlErrorCode,
+    text: String,
+    at: Instant,
+}
+
+/// One error is told once; one whose text changes each time (it names a row, say) at most once in this time.
+const SILENCE: i64 = 60 * SECOND;
+
 struct Worker {
-    /// For each step the error told last, so that each is told once.
-    told: [Option<String>; STEPS.len()],
+    /// For each step the error told last.
+    told: [Option<Told>; STEPS.len()],
 }
 
 impl Worker {
@@ -126,16 +136,18 @@ impl Worker {
     }
 
     fn tell(&mut self, number: usize, code: PgSqlErrorCode, message: String) {
-        let text = format!("{}: {message}", STEPS[number].name);
+        let (name, now) = (STEPS[number].name, Instant::now());
+        let text = format!("{name}: {message}");
         workers::note_failure(&text);
-        if self.told[number].as_ref() != Some(&text) {
-            ErrorReport::new(code, format!("pg_stint: the step \"{}\" of the maintenance worker failed", STEPS[number].name), "pg_stint")
+        let known = self.told[number].as_ref().is_some_and(|told| told.text == text || (told.code == code && now < told.at.plus(SILENCE)));
+        if !known {
+            ErrorReport::new(code, format!("pg_stint: the step \"{name}\" of the maintenance worker failed"), "pg_stint")
                 .set_detail(message)
                 .set_hint(
                     "The other steps go on, and this one is tried again. The same error is not repeated here; stint.maintenance shows the last one.",
                 )
                 .report(PgLogLevel::WARNING);
-            self.told[number] = Some(text);
+            self.told[number] = Some(Told { code, text, at: now });
         }
     }
 }

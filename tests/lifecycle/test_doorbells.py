@@ -94,6 +94,19 @@ def test_databases_do_not_hear_each_other(started):
         assert quiet(here, 0.5) == []
 
 
+def test_what_was_rung_while_the_worker_was_away_is_told_when_it_is_back(started):
+    server, processes = started()
+    with server.connect("app") as listener, server.connect("app") as conn:
+        conn.execute("SELECT stint.create_queue('q')")
+        listener.execute("LISTEN stint_queue")
+        quiet(listener, 0.5)
+        old = processes.worker("app")
+        conn.execute("SELECT pg_terminate_backend(%s, 5000)", (old,))
+        conn.execute("SELECT stint.enqueue('q', '{}')")
+        (first, *_) = listen(listener, bool)
+        assert first[2] == "q" and first[3] not in (old, conn.info.backend_pid)
+
+
 def test_a_doorbell_of_an_extension_made_anew_rings(started):
     server, processes = started()
     with server.connect("app") as listener, server.connect("app", autocommit=False) as conn:

@@ -94,6 +94,14 @@ def test_a_new_launcher_supervises_the_old_workers(started):
     processes.wait_for_worker("second")
 
 
+def test_launcher_and_worker_terminated_together_come_back(started):
+    server, processes = started()
+    worker, launcher = processes.worker("app"), processes.launcher()
+    server.sql("SELECT pg_terminate_backend(%s), pg_terminate_backend(%s)", worker, launcher)
+    processes.wait_for_worker("app", other_than=worker)
+    assert processes.launcher() != launcher
+
+
 def test_the_worker_follows_drop_and_create_extension(started):
     server, processes = started()
     with server.connect("app") as conn:
@@ -173,6 +181,7 @@ def test_a_template_with_the_extension_can_be_copied(started):
     server.restart()
     processes.wait_for_worker("app")
     assert processes.worker("mould") is None
+    # Nobody tells the launcher of it; it looks every ten seconds.
     server.sql("CREATE DATABASE made TEMPLATE mould")
     processes.wait_for_worker("made", timeout=30)
 
@@ -272,11 +281,11 @@ def test_the_worker_obeys_a_reload(started):
 def test_a_failing_step_is_told_once_and_stops_no_other(started):
     server, processes = started(config={"stint.naptime": "20ms"})
     with server.connect("app") as conn:
-        conn.execute("CREATE FUNCTION public.fail() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN RAISE 'no promotion today'; END$$")
+        conn.execute("CREATE FUNCTION public.fail() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN RAISE 'no promotion at %', clock_timestamp(); END$$")
         conn.execute("CREATE TRIGGER broken BEFORE DELETE ON stint.place_scheduled EXECUTE FUNCTION public.fail()")
         conn.execute("SELECT stint.create_queue('q')")
         conn.execute("SELECT stint.enqueue('q', '{}', delay => '1 ms')")
-        server.wait_until("SELECT last_error = 'promote: no promotion today' FROM stint.maintenance", dbname="app")
+        server.wait_until("SELECT last_error LIKE 'promote: no promotion at %' FROM stint.maintenance", dbname="app")
         assert verdict(server)["maintenance steps succeed"] is False
         # The sweep stands before it and the doorbells after it.
         conn.execute("SELECT stint.enqueue('q', '{}')")
