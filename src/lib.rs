@@ -6,6 +6,7 @@ mod errors;
 mod guc;
 mod shmem;
 mod spi;
+mod state;
 mod values;
 mod xact;
 
@@ -14,6 +15,7 @@ use pgrx::prelude::*;
 pgrx::pg_module_magic!(name, version);
 
 extension_sql_file!("../sql/00_schema.sql", name = "schema", bootstrap);
+extension_sql_file!("../sql/40_state.sql", name = "state", requires = ["schema"]);
 
 /// Settings always; shared memory, callbacks and the launcher only while the server starts, since they cannot be had later.
 #[pg_guard]
