@@ -356,9 +356,10 @@ impl Compiler<'_> {
             let kept = if judged { " WHERE NOT v.dropped" } else { "" };
             let _ = write!(
                 with,
-                ",\nf AS (SELECT DISTINCT ON ({source}.kid) {source}.kid, {keys}{names} FROM {source} JOIN h ON h.kid = {source}.kid{kept}\n  \
+                ",\n{first},\nf AS (SELECT DISTINCT ON ({source}.kid) {source}.kid, {keys}{names} FROM {source} JOIN k ON k.kid = {source}.kid{kept}\n  \
                  ORDER BY {source}.kid, {order})",
-                keys = self.keys("h."),
+                first = self.first_written(source, judged),
+                keys = self.keys("k."),
             );
         } else {
             with.push_str(&self.partial_fold(source, judged));
@@ -394,11 +395,17 @@ impl Compiler<'_> {
         }
     }
 
+    /// CTE `k`: each key as the first row that counts writes it; keys that are equal may still read differently.
+    fn first_written(&self, source: &str, judged: bool) -> String {
+        let kept = if judged { " WHERE NOT dropped" } else { "" };
+        format!("k AS (SELECT DISTINCT ON (kid) kid, {} FROM {source}{kept} ORDER BY kid, ord)", self.keys(""))
+    }
+
     /// CTEs `g0`, `g1`, … (the winner of each group), `u` (where each free column last had a value) and `f` (one row per key).
     fn partial_fold(&self, source: &str, judged: bool) -> String {
         let mut text = String::new();
         let mut joins = String::new();
-        let mut outputs = format!("u.kid, {}", self.keys("h."));
+        let mut outputs = format!("u.kid, {}", self.keys("k."));
         let kept = if judged { "NOT dropped AND " } else { "" };
         for (g, group) in self.groups.iter().enumerate() {
             let own: Vec<usize> = group.sequence.iter().chain(&group.fields).copied().collect();
@@ -423,7 +430,8 @@ impl Compiler<'_> {
         let kept = if judged { " WHERE NOT dropped" } else { "" };
         let _ = write!(
             text,
-            ",\nu AS (SELECT kid{lasts} FROM {source}{kept} GROUP BY kid),\nf AS (SELECT {outputs}\n  FROM u JOIN h ON h.kid = u.kid{joins})"
+            ",\n{first},\nu AS (SELECT kid{lasts} FROM {source}{kept} GROUP BY kid),\nf AS (SELECT {outputs}\n  FROM u JOIN k ON k.kid = u.kid{joins})",
+            first = self.first_written(source, judged),
         );
         text
     }
@@ -480,10 +488,16 @@ impl Compiler<'_> {
         let target = &self.table.qualified;
         let rows = rows(self.table, &self.table.key);
         let joined = format!("{} AND {}", self.target_key_is("r"), self.tombstone_key_is("r"));
-        let older = self.older_than_tombstone(|c| format!("t.{}", self.quoted(c)), |g, j| format!("d.s{g}_{j}"));
-        let remove = older.map(|older| {
+        // Only a key all of whose rows are older stays dead: the merge itself judged row by row wherever it saw the tombstone.
+        let mut judged: Vec<usize> = self.table.key.clone();
+        judged.extend(self.sequence_places().iter().map(|(_, _, c)| *c));
+        let older = |alias: &str| self.older_than_tombstone(|c| format!("{alias}.c{c}"), |g, j| format!("d.s{g}_{j}"));
+        let remove = older("r").zip(older("o")).map(|(older, other_older)| {
             format!(
-                "WITH {rows},\nw AS (DELETE FROM {target} t USING r, {tombstones} d WHERE {joined} AND d.removed AND {older} RETURNING 1)\nSELECT count(*) FROM w"
+                "WITH {judged},\nw AS (DELETE FROM {target} t USING r, {tombstones} d WHERE {joined} AND d.removed AND {older}\n  \
+                 AND NOT EXISTS (SELECT FROM r o WHERE {same} AND NOT ({other_older})) RETURNING 1)\nSELECT count(*) FROM w",
+                judged = self::rows(self.table, &judged),
+                same = self.target_key_is("o"),
             )
         });
         let adjust = (!self.deduplicates()).then(|| {
@@ -558,7 +572,9 @@ impl Compiler<'_> {
                 order = self.newest_first(g, ""),
             );
             let _ = write!(joins, " LEFT JOIN g{g} ON g{g}.kid = h.kid");
-            if let Some(deciding) = deciding {
+        }
+        if let Some(deciding) = deciding {
+            for g in 0..self.groups.len() {
                 let _ = write!(
                     with,
                     ",\nn{g} AS (SELECT DISTINCT ON (e.kid) e.kid, {names} FROM e JOIN g{deciding} z ON z.kid = e.kid AND e.ord >= z.ord\n  \
