@@ -2,9 +2,11 @@
 //! they install, and what happens when the library is loaded. Nouns (tables, views, grants, COMMENTs) are in `sql/`, verbs are in the modules here, and what
 //! needs no server is in `crates/core`.
 
+mod changelog;
 mod errors;
 mod guc;
 mod shmem;
+mod snapshot;
 mod spi;
 mod state;
 mod values;
@@ -16,6 +18,8 @@ pgrx::pg_module_magic!(name, version);
 
 extension_sql_file!("../sql/00_schema.sql", name = "schema", bootstrap);
 extension_sql_file!("../sql/40_state.sql", name = "state", requires = ["schema"]);
+extension_sql_file!("../sql/50_changelog.sql", name = "changelog", requires = ["schema"]);
+extension_sql_file!("../sql/55_snapshot.sql", name = "snapshot", requires = ["changelog"]);
 
 /// Settings always; shared memory, callbacks and the launcher only while the server starts, since they cannot be had later.
 #[pg_guard]

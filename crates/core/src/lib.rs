@@ -1,3 +1,4 @@
 //! The parts of pg_stint that need no server: arithmetic, decisions and compilers, each with its property tests.
 
 pub mod budget;
+pub mod snapshot;
