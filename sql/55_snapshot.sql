@@ -38,7 +38,7 @@ CREATE FUNCTION stint.pin(comment text DEFAULT NULL) RETURNS bigint
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'pin_wrapper';
 COMMENT ON FUNCTION stint.pin(text) IS
 'Keeps what this transaction sees of all state tables and returns the pin''s number. Under REPEATABLE READ that is exactly the transaction''s view; under READ COMMITTED what is committed
-at the call. comment: at most four times stint.max_name_length bytes. Errors: 25001 in a transaction that has changed a state table. Takes no locks.';
+at the call. Errors: 25001 in a transaction that has changed a state table; 55000 where there is no state table. Takes no locks.';
 REVOKE ALL ON FUNCTION stint.pin(text) FROM PUBLIC;
 
 CREATE FUNCTION stint.tag(name text, pin bigint DEFAULT NULL, comment text DEFAULT NULL) RETURNS void

@@ -65,8 +65,8 @@ fn prepare(sql: &CStr, types: &[pg_sys::Oid]) -> pg_sys::SPIPlanPtr {
     unsafe {
         let plan = pg_sys::SPI_prepare_cursor(sql.as_ptr(), types.len() as i32, types.as_mut_ptr(), pg_sys::CURSOR_OPT_GENERIC_PLAN as i32);
         if plan.is_null() || pg_sys::SPI_keepplan(plan) != 0 {
-            let result = pg_sys::SPI_result;
-            errors::internal(&format!("a statement could not be prepared (SPI {result}): {}", sql.to_string_lossy()));
+            let code = pg_sys::SPI_result;
+            errors::internal(&format!("a statement could not be prepared (SPI {code}): {}", sql.to_string_lossy()));
         }
         plan
     }

@@ -5,7 +5,7 @@
 
 use super::{capture, reader};
 use crate::errors::{self, Fault};
-use crate::guc;
+use crate::input;
 use crate::spi::{Identity, Session, Statement, arg, connect};
 use crate::values::{Instant, RawJsonb};
 use pgrx::prelude::*;
@@ -46,17 +46,6 @@ fn transaction() -> pg_sys::TimestampTz {
     unsafe { pg_sys::GetCurrentTransactionStartTimestamp() }
 }
 
-fn checked_name(consumer: Option<&str>) -> &str {
-    let name = consumer.unwrap_or_else(|| errors::missing("consumer", "Give the consumer's name."));
-    if name.is_empty() {
-        errors::invalid("argument \"consumer\" is empty", "Give the consumer's name.")
-    }
-    if name.len() > guc::max_name() {
-        errors::over_limit(format!("the consumer's name has {} bytes, more than {}", name.len(), guc::max_name()), "stint.max_name_length")
-    }
-    name
-}
-
 /// A consumer's tables, which the caller may read, and its committed position. Tables that were dropped are left out.
 fn find(session: &Session, caller: pg_sys::Oid, consumer: &str, latest: bool) -> (Vec<pg_sys::Oid>, i64) {
     let found = if latest { session.run_latest(&FIND, &[arg(consumer)]) } else { session.run(&FIND, &[arg(consumer)]) };
@@ -81,7 +70,7 @@ fn find(session: &Session, caller: pg_sys::Oid, consumer: &str, latest: bool) ->
 #[pg_extern(sql = false)]
 fn create_consumer(consumer: Option<&str>, relations: Option<Vec<Option<pg_sys::Oid>>>, start: Option<&str>) {
     crate::shmem::required();
-    let name = checked_name(consumer);
+    let name = input::name("consumer", consumer);
     let hint = "Give the state tables, as in ARRAY['shop.orders']::regclass[].";
     let mut relations: Vec<pg_sys::Oid> = relations
         .unwrap_or_else(|| errors::missing("relations", hint))
@@ -115,7 +104,7 @@ fn create_consumer(consumer: Option<&str>, relations: Option<Vec<Option<pg_sys::
 #[pg_extern(sql = false)]
 fn drop_consumer(consumer: Option<&str>) {
     crate::shmem::required();
-    let name = checked_name(consumer);
+    let name = input::name("consumer", consumer);
     connect(|session| {
         let identity = Identity::owner();
         find(session, identity.caller(), name, false);
@@ -142,7 +131,7 @@ fn poll(
     ),
 > {
     crate::shmem::required();
-    let name = checked_name(consumer);
+    let name = input::name("consumer", consumer);
     let max = reader::checked_max(max);
     let found = connect(|session| {
         let identity = Identity::owner();
@@ -161,7 +150,7 @@ fn poll(
 #[pg_extern(sql = false)]
 fn commit(consumer: Option<&str>, pos: Option<i64>) {
     crate::shmem::required();
-    let name = checked_name(consumer);
+    let name = input::name("consumer", consumer);
     connect(|session| {
         let identity = Identity::owner();
         session.run(&LOCK, &[arg(name)]);

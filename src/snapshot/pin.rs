@@ -1,7 +1,7 @@
 //! `stint.pin`: keeps the calling transaction's snapshot.
 
 use crate::errors::{self, Fault};
-use crate::guc;
+use crate::input;
 use crate::spi::{Identity, Session, Statement, arg, connect};
 use pgrx::prelude::*;
 
@@ -19,7 +19,6 @@ static PIN: Statement = Statement::new(
 
 /// Pins what the transaction sees. Runs with the rights of the extension's owner.
 pub fn make(session: &Session, comment: Option<&str>) -> i64 {
-    check_comment(comment);
     let now = session.run(&NOW, &[]);
     if now.is_empty() {
         Fault::new(PgSqlErrorCode::ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE, "there is no state table to pin")
@@ -40,20 +39,11 @@ pub fn make(session: &Session, comment: Option<&str>) -> i64 {
     session.run(&PIN, &[now.lift(0, 1), arg(snapshot), comment.and_then(arg)]).must(0, 1)
 }
 
-/// Refuses a comment that is too long.
-pub fn check_comment(comment: Option<&str>) {
-    let most = guc::max_name() * 4;
-    if let Some(text) = comment
-        && text.len() > most
-    {
-        errors::over_limit(format!("argument \"comment\" has {} bytes, more than {most}", text.len()), "stint.max_name_length")
-    }
-}
-
 /// `stint.pin`.
 #[pg_extern(sql = false)]
 fn pin(comment: Option<&str>) -> i64 {
     crate::shmem::required();
+    let comment = input::text("comment", comment);
     connect(|session| {
         let _owner = Identity::owner();
         make(session, comment)

@@ -2,7 +2,7 @@
 
 use super::pin;
 use crate::spi::{Identity, Session, Statement, arg, connect};
-use crate::{errors, guc};
+use crate::{errors, input};
 use pgrx::prelude::*;
 
 static PIN: Statement = Statement::new(c"SELECT FROM stint.pins p WHERE p.pin = $1", &[pg_sys::INT8OID]);
@@ -12,17 +12,6 @@ static TAG: Statement = Statement::new(
 );
 static DROP: Statement = Statement::new(c"DELETE FROM stint.tag_list WHERE tag = $1", &[pg_sys::TEXTOID]);
 static NAMES: Statement = Statement::new(c"SELECT t.tag FROM stint.tag_list t ORDER BY 1", &[]);
-
-fn checked_name(name: Option<&str>) -> &str {
-    let name = name.unwrap_or_else(|| errors::missing("name", "Give the tag's name."));
-    if name.is_empty() {
-        errors::invalid("argument \"name\" is empty", "Give the tag's name.")
-    }
-    if name.len() > guc::max_name() {
-        errors::over_limit(format!("the tag's name has {} bytes, more than {}", name.len(), guc::max_name()), "stint.max_name_length")
-    }
-    name
-}
 
 /// There is no such tag.
 pub fn unknown(session: &Session, tag: &str) -> ! {
@@ -36,8 +25,8 @@ pub fn unknown(session: &Session, tag: &str) -> ! {
 #[pg_extern(sql = false)]
 fn tag(name: Option<&str>, pin: Option<i64>, comment: Option<&str>) {
     crate::shmem::required();
-    let name = checked_name(name);
-    pin::check_comment(comment);
+    let name = input::name("name", name);
+    let comment = input::text("comment", comment);
     connect(|session| {
         let _owner = Identity::owner();
         let pin = match pin {
@@ -55,7 +44,7 @@ fn tag(name: Option<&str>, pin: Option<i64>, comment: Option<&str>) {
 #[pg_extern(sql = false)]
 fn drop_tag(name: Option<&str>) {
     crate::shmem::required();
-    let name = checked_name(name);
+    let name = input::name("name", name);
     connect(|session| {
         let _owner = Identity::owner();
         if session.run(&DROP, &[arg(name)]).is_empty() {
