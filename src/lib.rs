@@ -2,9 +2,14 @@
 //! they install, and what happens when the library is loaded. Nouns (tables, views, grants, COMMENTs) are in `sql/`, verbs are in the modules here, and what
 //! needs no server is in `crates/core`.
 
+mod budget;
+mod changelog;
 mod errors;
 mod guc;
+mod input;
+mod queue;
 mod shmem;
+mod snapshot;
 mod spi;
 mod state;
 mod values;
@@ -15,7 +20,13 @@ use pgrx::prelude::*;
 pgrx::pg_module_magic!(name, version);
 
 extension_sql_file!("../sql/00_schema.sql", name = "schema", bootstrap);
+extension_sql_file!("../sql/10_queue_tables.sql", name = "queue_tables", requires = ["schema"]);
+extension_sql_file!("../sql/20_queue_views.sql", name = "queue_views", requires = ["queue_tables"]);
+extension_sql_file!("../sql/30_queue_verbs.sql", name = "queue_verbs", requires = ["queue_tables", "queue_views"]);
 extension_sql_file!("../sql/40_state.sql", name = "state", requires = ["schema"]);
+extension_sql_file!("../sql/50_changelog.sql", name = "changelog", requires = ["schema"]);
+extension_sql_file!("../sql/55_snapshot.sql", name = "snapshot", requires = ["changelog"]);
+extension_sql_file!("../sql/80_check.sql", name = "check", requires = ["queue_verbs"]);
 
 /// Settings always; shared memory, callbacks and the launcher only while the server starts, since they cannot be had later.
 #[pg_guard]

@@ -125,6 +125,7 @@ unsafe extern "C-unwind" fn on_subxact(event: SubXactEvent::Type, me: pg_sys::Su
             config::PENDING.with(|p| p.drain_sub(me, config::abort));
             bells::PENDING.with(|p| p.drain_sub(me, |_| ()));
             waiters::PENDING.with(|p| p.drain_sub(me, waiters::abort));
+            waiters::pass_on();
         }
         _ => {}
     }

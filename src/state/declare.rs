@@ -2,7 +2,9 @@
 
 use super::relation::{Column, Relation};
 use super::rights;
+use crate::changelog::capture;
 use crate::errors::{self, Fault};
+use crate::snapshot::as_of;
 use crate::spi::{self, Identity, Session, Statement, arg};
 use crate::values::RawJsonb;
 use pgrx::prelude::*;
@@ -119,6 +121,8 @@ fn create_state(
         if declaration.remembers() {
             create_tombstones(session, &relation, &table, &declaration);
         }
+        capture::install(session, &relation);
+        as_of::install(session, &relation);
         // SAFETY: every backend's compiled merges of the table become stale when this transaction commits.
         unsafe { pg_sys::CacheInvalidateRelcacheByRelid(oid) };
     });
@@ -171,6 +175,8 @@ fn drop_state(relation: Option<pg_sys::Oid>) {
         if rows.is_empty() {
             not_declared(&relation);
         }
+        as_of::remove(session, &relation);
+        capture::remove(session, &relation);
         if let Some(tombstones) = rows.get::<String>(0, 1) {
             session.execute_once(&format!("DROP TABLE {tombstones}"));
         }

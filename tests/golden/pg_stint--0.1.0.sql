@@ -9,6 +9,714 @@ The ordering of items is not stable, it is driven by a dependency graph.
 /* <begin connected objects> */
 -- src/lib.rs
 -- bootstrap
+-- The schema, made plainly: a schema of that name that somebody else made beforehand must stop the installation, not be adopted.
 CREATE SCHEMA stint;
+COMMENT ON SCHEMA stint IS 'pg_stint: the queue and the state of agent work';
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   schema
+
+-- The queue's tables. A task's facts never change; its place does: a live task has one row in exactly one of place_ready, place_scheduled and place_running,
+-- and moving it is a delete and an insert of a narrow row. A finished task has one row in task_outcomes, and each attempt leaves one in task_attempts when it
+-- ends. Nobody but the verbs writes here; users read the views of 20_queue_views.sql.
+
+CREATE TABLE stint.queue_config (
+    queue           text COLLATE "C" PRIMARY KEY,
+    number          int GENERATED ALWAYS AS IDENTITY UNIQUE,
+    lease_for       interval NOT NULL,
+    max_attempts    int NOT NULL,
+    backoff_base    interval NOT NULL,
+    backoff_factor  double precision NOT NULL,
+    backoff_max     interval NOT NULL,
+    backoff_jitter  double precision NOT NULL,
+    budgets         text[] COLLATE "C" NOT NULL,
+    key_retention   interval NOT NULL,
+    late_result     text NOT NULL CHECK (late_result IN ('accept', 'reject')),
+    notify          boolean NOT NULL,
+    comment         text,
+    created_at      timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE stint.queue_config IS 'Queues and their settings; made by stint.create_queue';
+
+CREATE TABLE stint.budget_config (
+    budget          text COLLATE "C" PRIMARY KEY,
+    number          int GENERATED ALWAYS AS IDENTITY UNIQUE,
+    max_running     int,
+    max_tokens      bigint,
+    default_tokens  bigint,
+    created_at      timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE stint.budget_config IS 'Budgets and their limits; made by stint.create_budget. What is in use of them is derived from stint.place_running';
+
+-- One lane for each set of budgets that tasks of a queue name themselves; what the queue itself draws on is added at claim, so it can change.
+CREATE TABLE stint.lanes (
+    queue           text COLLATE "C" NOT NULL,
+    lane            int GENERATED ALWAYS AS IDENTITY,
+    budgets         int[] NOT NULL,
+    PRIMARY KEY (queue, lane),
+    UNIQUE (queue, budgets)
+);
+COMMENT ON TABLE stint.lanes IS 'The lines tasks wait in: one for each queue and set of budgets';
+
+CREATE TABLE stint.task_facts (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    lane            int NOT NULL,
+    priority        int NOT NULL,
+    max_attempts    int,
+    tokens          bigint,
+    enqueued_at     timestamptz NOT NULL,
+    run_at          timestamptz,
+    lease_for       interval,
+    agent           text COLLATE "C",
+    key             text COLLATE "C",
+    labels          jsonb,
+    payload         jsonb NOT NULL,
+    PRIMARY KEY (queue, id)
+);
+COMMENT ON TABLE stint.task_facts IS 'What a task was when it was enqueued; insert-only';
+
+CREATE SEQUENCE stint.task_seq;
+COMMENT ON SEQUENCE stint.task_seq IS 'The order in which tasks became ready';
+
+CREATE TABLE stint.place_ready (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    lane            int NOT NULL,
+    priority        int NOT NULL,
+    seq             bigint NOT NULL DEFAULT nextval('stint.task_seq'),
+    tokens          bigint,
+    attempt         int NOT NULL,
+    counted         int NOT NULL,
+    PRIMARY KEY (queue, id)
+);
+CREATE UNIQUE INDEX place_ready_order ON stint.place_ready (queue, lane, priority DESC, seq);
+COMMENT ON TABLE stint.place_ready IS 'Tasks that may be claimed. attempt: the number of the last attempt; counted: attempts that count against max_attempts';
+
+CREATE TABLE stint.place_scheduled (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    lane            int NOT NULL,
+    priority        int NOT NULL,
+    run_at          timestamptz NOT NULL,
+    tokens          bigint,
+    attempt         int NOT NULL,
+    counted         int NOT NULL,
+    PRIMARY KEY (queue, id)
+);
+CREATE INDEX place_scheduled_due ON stint.place_scheduled (run_at);
+COMMENT ON TABLE stint.place_scheduled IS 'Tasks that wait for a time: delayed ones and retries';
+
+-- extended_until is in no index, so that a heartbeat is a heap-only update; the sweep finds the row by expires_at and looks at both.
+CREATE TABLE stint.place_running (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    lease           uuid NOT NULL,
+    lane            int NOT NULL,
+    priority        int NOT NULL,
+    seq             bigint NOT NULL,
+    tokens          bigint,
+    attempt         int NOT NULL,
+    counted         int NOT NULL,
+    started_at      timestamptz NOT NULL,
+    expires_at      timestamptz NOT NULL,
+    extended_until  timestamptz,
+    cancel_requested boolean NOT NULL DEFAULT false,
+    budgets         int[],
+    reserved        bigint[],
+    worker          text COLLATE "C" NOT NULL,
+    run_id          text COLLATE "C",
+    trace_id        text COLLATE "C",
+    reason          text,
+    progress        jsonb,
+    PRIMARY KEY (queue, id)
+) WITH (fillfactor = 80);
+CREATE INDEX place_running_expiry ON stint.place_running (expires_at);
+COMMENT ON TABLE stint.place_running IS 'Tasks under a lease, with what they reserve of each budget. Leases are secrets: no view shows this table''s lease column';
+
+CREATE TABLE stint.task_attempts (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    attempt         int NOT NULL,
+    lease           uuid NOT NULL,
+    started_at      timestamptz NOT NULL,
+    ended_at        timestamptz NOT NULL,
+    ended           text COLLATE "C" NOT NULL CHECK (ended IN ('completed', 'failed', 'cancelled', 'released', 'lapsed')),
+    worker          text COLLATE "C" NOT NULL,
+    error           text,
+    run_id          text COLLATE "C",
+    trace_id        text COLLATE "C",
+    model           text COLLATE "C",
+    input_tokens    bigint,
+    cached_tokens   bigint,
+    output_tokens   bigint,
+    model_cost      numeric,
+    compute_cost    numeric,
+    confidence      real,
+    meta            jsonb,
+    PRIMARY KEY (queue, id, attempt)
+);
+COMMENT ON TABLE stint.task_attempts IS 'Every ended attempt, with how it ended and the usage its callback reported; insert-only';
+
+-- Usage that came after the attempt had ended: a lapsed worker's callback. The key makes it once.
+CREATE TABLE stint.usage_late (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    attempt         int NOT NULL,
+    key             text COLLATE "C" NOT NULL,
+    recorded_at     timestamptz NOT NULL,
+    run_id          text COLLATE "C",
+    trace_id        text COLLATE "C",
+    model           text COLLATE "C",
+    input_tokens    bigint,
+    cached_tokens   bigint,
+    output_tokens   bigint,
+    model_cost      numeric,
+    compute_cost    numeric,
+    confidence      real,
+    meta            jsonb,
+    PRIMARY KEY (queue, id, attempt, key)
+);
+COMMENT ON TABLE stint.usage_late IS 'Usage reported after its attempt had ended, once for each attempt and key; insert-only';
+
+CREATE TABLE stint.task_outcomes (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    outcome         text COLLATE "C" NOT NULL CHECK (outcome IN ('completed', 'failed', 'cancelled')),
+    attempt         int NOT NULL,
+    lease           uuid,
+    finished_at     timestamptz NOT NULL,
+    error           text,
+    result          jsonb,
+    PRIMARY KEY (queue, id)
+);
+COMMENT ON TABLE stint.task_outcomes IS 'How each finished task ended; insert-only';
+
+CREATE TABLE stint.task_keys (
+    queue           text COLLATE "C" NOT NULL,
+    key             text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    kept_until      timestamptz NOT NULL,
+    PRIMARY KEY (queue, key)
+);
+CREATE INDEX task_keys_expiry ON stint.task_keys (kept_until);
+COMMENT ON TABLE stint.task_keys IS 'Idempotency keys: at most one task for each queue and key while the key is kept';
+
+-- Everything a dump must carry. One statement each: the catalogue row changes with every call.
+SELECT pg_catalog.pg_extension_config_dump('stint.queue_config', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.queue_config_number_seq', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.budget_config', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.budget_config_number_seq', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.lanes', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.lanes_lane_seq', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.task_facts', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.task_seq', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.place_ready', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.place_scheduled', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.place_running', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.task_attempts', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.usage_late', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.task_outcomes', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.task_keys', '');
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   queue_tables
+
+-- What users and psql see of the queue. No view shows a lease: it is the right to end an attempt.
+
+CREATE VIEW stint.queues AS
+SELECT q.queue, q.lease_for, q.max_attempts, q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
+       q.budgets, q.key_retention, q.late_result, q.notify, q.comment, q.created_at
+FROM stint.queue_config q;
+COMMENT ON VIEW stint.queues IS 'Queues and their settings';
+
+CREATE VIEW stint.tasks AS
+SELECT f.queue, f.id,
+       p.status,
+       p.why,
+       f.priority, f.agent, f.tokens, p.attempt, p.worker,
+       f.enqueued_at, p.run_at, p.started_at, p.expires_at, p.finished_at,
+       f.key, f.labels, p.progress
+FROM stint.task_facts f
+CROSS JOIN LATERAL (
+    SELECT 'ready' AS status, NULL::text AS why, w.attempt, NULL::text AS worker, NULL::timestamptz AS run_at,
+           NULL::timestamptz AS started_at, NULL::timestamptz AS expires_at, NULL::timestamptz AS finished_at, NULL::jsonb AS progress
+    FROM stint.place_ready w WHERE w.queue = f.queue AND w.id = f.id
+    UNION ALL
+    SELECT 'scheduled', CASE WHEN s.attempt = 0 THEN 'delayed' ELSE 'retry' END, s.attempt, NULL, s.run_at, NULL, NULL, NULL, NULL
+    FROM stint.place_scheduled s WHERE s.queue = f.queue AND s.id = f.id
+    UNION ALL
+    SELECT 'running', CASE WHEN r.cancel_requested THEN 'cancel requested' END, r.attempt, r.worker, NULL, r.started_at,
+           coalesce(r.extended_until, r.expires_at), NULL, r.progress
+    FROM stint.place_running r WHERE r.queue = f.queue AND r.id = f.id
+    UNION ALL
+    SELECT o.outcome, o.error, o.attempt, NULL, NULL, NULL, NULL, o.finished_at, NULL
+    FROM stint.task_outcomes o WHERE o.queue = f.queue AND o.id = f.id
+) p;
+COMMENT ON VIEW stint.tasks IS 'Every task with its status: scheduled, ready, running, completed, failed or cancelled, and why. Payloads are in stint.task_payloads';
+
+CREATE VIEW stint.task_payloads AS
+SELECT f.queue, f.id, f.payload, o.result
+FROM stint.task_facts f
+LEFT JOIN stint.task_outcomes o ON o.queue = f.queue AND o.id = f.id;
+COMMENT ON VIEW stint.task_payloads IS 'What each task was given and, once completed, what came of it; granted apart from stint.tasks';
+
+CREATE VIEW stint.attempts AS
+SELECT a.queue, a.id, a.attempt, a.ended, a.worker, f.agent, a.started_at, a.ended_at, a.ended_at - a.started_at AS run_time, a.error,
+       coalesce(a.run_id, u.run_id) AS run_id, coalesce(a.trace_id, u.trace_id) AS trace_id, coalesce(a.model, u.model) AS model,
+       f.tokens AS predicted_tokens,
+       CASE WHEN u.attempt IS NULL THEN a.input_tokens ELSE coalesce(a.input_tokens, 0) + coalesce(u.input_tokens, 0) END AS input_tokens,
+       CASE WHEN u.attempt IS NULL THEN a.cached_tokens ELSE coalesce(a.cached_tokens, 0) + coalesce(u.cached_tokens, 0) END AS cached_tokens,
+       CASE WHEN u.attempt IS NULL THEN a.output_tokens ELSE coalesce(a.output_tokens, 0) + coalesce(u.output_tokens, 0) END AS output_tokens,
+       CASE WHEN u.attempt IS NULL THEN a.model_cost ELSE coalesce(a.model_cost, 0) + coalesce(u.model_cost, 0) END AS model_cost,
+       CASE WHEN u.attempt IS NULL THEN a.compute_cost ELSE coalesce(a.compute_cost, 0) + coalesce(u.compute_cost, 0) END AS compute_cost,
+       coalesce(a.confidence, u.confidence) AS confidence,
+       coalesce(a.meta, u.meta) AS meta,
+       u.recorded_at AS usage_came_late_at
+FROM stint.task_attempts a
+JOIN stint.task_facts f ON f.queue = a.queue AND f.id = a.id
+LEFT JOIN stint.usage_late u ON u.queue = a.queue AND u.id = a.id AND u.attempt = a.attempt AND u.key = 'callback';
+COMMENT ON VIEW stint.attempts IS 'Every ended attempt: how it ended (completed, failed, cancelled, released, lapsed), its run and trace id, tokens and cost, usage that came late included';
+
+CREATE VIEW stint.queue_stats AS
+SELECT q.queue,
+       (SELECT count(*) FROM stint.place_scheduled s WHERE s.queue = q.queue) AS scheduled,
+       (SELECT count(*) FROM stint.place_ready w WHERE w.queue = q.queue) AS ready,
+       (SELECT count(*) FROM stint.place_running r WHERE r.queue = q.queue) AS running,
+       coalesce(o.completed, 0) AS completed, coalesce(o.failed, 0) AS failed, coalesce(o.cancelled, 0) AS cancelled,
+       (SELECT min(f.enqueued_at) FROM stint.place_ready w JOIN stint.task_facts f ON f.queue = w.queue AND f.id = w.id
+        WHERE w.queue = q.queue) AS oldest_ready
+FROM stint.queue_config q
+LEFT JOIN (
+    SELECT t.queue,
+           count(*) FILTER (WHERE t.outcome = 'completed') AS completed,
+           count(*) FILTER (WHERE t.outcome = 'failed') AS failed,
+           count(*) FILTER (WHERE t.outcome = 'cancelled') AS cancelled
+    FROM stint.task_outcomes t GROUP BY t.queue
+) o ON o.queue = q.queue;
+COMMENT ON VIEW stint.queue_stats IS 'Tasks of each queue by status, and since when the oldest ready one waits';
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   queue_tables
+--   queue_views
+
+-- The queue's verbs. Each is a function of the library (src/queue, src/budget); its COMMENT is its reference.
+
+CREATE FUNCTION stint.create_queue(
+    queue text,
+    lease_for interval DEFAULT '5 minutes',
+    max_attempts int DEFAULT 5,
+    backoff_base interval DEFAULT '10 seconds',
+    backoff_factor double precision DEFAULT 2,
+    backoff_max interval DEFAULT '1 hour',
+    backoff_jitter double precision DEFAULT 0.2,
+    budgets text[] DEFAULT '{}',
+    key_retention interval DEFAULT '7 days',
+    late_result text DEFAULT 'accept',
+    notify boolean DEFAULT true,
+    comment text DEFAULT NULL
+) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'create_queue_wrapper';
+REVOKE ALL ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text) IS
+'Makes a queue.
+lease_for: how long a claim holds a task unless the task or the claim says otherwise; longer than the worker''s worst pause.
+max_attempts: attempts that may fail or lapse before the task fails.
+backoff_base, backoff_factor, backoff_max, backoff_jitter: the wait after the n-th failure is base * factor^(n-1), at most max, give or take the share jitter (0 to 1).
+budgets: budgets every task of the queue draws on.
+key_retention: how long an idempotency key is kept at least; never shorter than its task lives.
+late_result: ''accept'' takes the result of a lapsed lease while nobody else has the task; ''reject'' does not.
+notify: whether changes ring the channel stint_queue (a coalesced doorbell sent by the maintenance worker, never by your transaction).
+Errors: 42710 the queue exists; 42704 unknown budget; 22023 a value out of its bounds.';
+
+CREATE FUNCTION stint.create_budget(
+    name text,
+    max_running int DEFAULT NULL,
+    max_tokens bigint DEFAULT NULL,
+    default_tokens bigint DEFAULT NULL
+) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'create_budget_wrapper';
+REVOKE ALL ON FUNCTION stint.create_budget(text, int, bigint, bigint) FROM PUBLIC;
+COMMENT ON FUNCTION stint.create_budget(text, int, bigint, bigint) IS
+'Makes a budget: a limit that tasks draw on, their queue''s budgets and their own together. All must have room for a task to be claimed, decided in one step.
+max_running: most tasks running at once; 0 closes the budget. max_tokens: most predicted tokens of running tasks together. Give at least one.
+default_tokens: what a task without a prediction counts as; without it such a task is refused where tokens are limited.
+Errors: 42710 the budget exists; 22023 a value out of its bounds.';
+
+CREATE FUNCTION stint.enqueue(
+    queue text,
+    payload jsonb,
+    priority int DEFAULT 0,
+    run_at timestamptz DEFAULT NULL,
+    delay interval DEFAULT NULL,
+    key text DEFAULT NULL,
+    agent text DEFAULT NULL,
+    tokens bigint DEFAULT NULL,
+    budgets text[] DEFAULT NULL,
+    max_attempts int DEFAULT NULL,
+    lease_for interval DEFAULT NULL,
+    labels jsonb DEFAULT NULL
+) RETURNS uuid
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'enqueue_wrapper';
+REVOKE ALL ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], int, interval, jsonb) FROM PUBLIC;
+COMMENT ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], int, interval, jsonb) IS
+'Adds a task to a queue and returns its id, a UUIDv7. The payload reaches the worker byte for byte as jsonb keeps it.
+priority: higher is claimed sooner. run_at or delay: not before that instant, or that long from now.
+key: at most one task for each queue and key while the key is kept; a repeat returns the id of the first and changes nothing.
+agent: who the work is for, for accounting. tokens: predicted tokens, reserved of every budget while the task runs.
+budgets: budgets it draws on beside its queue''s. max_attempts, lease_for: in place of the queue''s. labels: anything you want to find it by.
+Waits for: another transaction that holds the same key. Sends no NOTIFY.
+Errors: 42704 unknown queue or budget; 54000 over a limit, or a prediction above a budget''s capacity; 22023 a value out of its bounds.';
+
+CREATE FUNCTION stint.enqueue_many(
+    queue text,
+    tasks jsonb
+) RETURNS TABLE (ordinality int, id uuid, created boolean)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'enqueue_many_wrapper';
+REVOKE ALL ON FUNCTION stint.enqueue_many(text, jsonb) FROM PUBLIC;
+COMMENT ON FUNCTION stint.enqueue_many(text, jsonb) IS
+'Adds a batch of tasks, all or none. tasks: an array of objects whose fields are the arguments of stint.enqueue; payload must be there.
+Returns one row per element, in order; created is false where the element''s key was held, and id is then the first task''s.
+Use in FROM. Errors: as stint.enqueue, naming the element; 54000 more elements than stint.max_batch.';
+
+CREATE FUNCTION stint.claim(
+    queue text,
+    worker text,
+    max int DEFAULT 1,
+    lease_for interval DEFAULT NULL,
+    wait interval DEFAULT NULL
+) RETURNS TABLE (queue text, id uuid, attempt int, lease uuid, payload jsonb, priority int, agent text, tokens bigint, labels jsonb, enqueued_at timestamptz, expires_at timestamptz, expires_in_ms bigint)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'claim_wrapper';
+REVOKE ALL ON FUNCTION stint.claim(text, text, int, interval, interval) FROM PUBLIC;
+COMMENT ON FUNCTION stint.claim(text, text, int, interval, interval) IS
+'Takes at most max tasks under a lease each, by priority (descending), then enqueue order; only tasks whose budgets all have room.
+worker: who runs them, as shown in stint.tasks. lease_for: in place of the task''s or the queue''s.
+wait: sleep in the server until a task is there, at most so long (and at most stint.max_wait); one waiter is woken for each task. Give waiters a connection pool of their own.
+lease is a secret: it is the right to end this attempt. expires_in_ms counts from the claim.
+An empty claim writes nothing. Use in FROM. Never waits for other sessions'' rows.
+Errors: 42704 unknown queue; 25001 wait under REPEATABLE READ; 40001 under REPEATABLE READ when another session took the row; 0A000 when a transaction that claimed budgeted tasks is prepared.';
+
+CREATE FUNCTION stint.extend(
+    queue text,
+    id uuid,
+    lease uuid,
+    duration interval DEFAULT NULL,
+    progress jsonb DEFAULT NULL,
+    run_id text DEFAULT NULL,
+    trace_id text DEFAULT NULL
+) RETURNS TABLE (status text, expires_at timestamptz, expires_in_ms bigint)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'extend_wrapper';
+REVOKE ALL ON FUNCTION stint.extend(text, uuid, uuid, interval, jsonb, text, text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.extend(text, uuid, uuid, interval, jsonb, text, text) IS
+'The heartbeat: the lease now ends duration from now (by default as long as it was granted for).
+status: ''held''; ''cancel_requested'' (still held: stop, then fail or release); ''lost'' (another attempt may run: stop).
+progress, run_id, trace_id: kept and shown in stint.tasks and, for a worker that dies, in stint.attempts.
+A lease past its time that was not swept yet is extended. Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.complete(
+    queue text,
+    id uuid,
+    lease uuid,
+    result jsonb DEFAULT NULL,
+    run_id text DEFAULT NULL,
+    trace_id text DEFAULT NULL,
+    model text DEFAULT NULL,
+    input_tokens bigint DEFAULT NULL,
+    cached_tokens bigint DEFAULT NULL,
+    output_tokens bigint DEFAULT NULL,
+    model_cost numeric DEFAULT NULL,
+    compute_cost numeric DEFAULT NULL,
+    confidence real DEFAULT NULL,
+    meta jsonb DEFAULT NULL
+) RETURNS TABLE (outcome text, result jsonb, first boolean, status text)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'complete_wrapper';
+REVOKE ALL ON FUNCTION stint.complete(text, uuid, uuid, jsonb, text, text, text, bigint, bigint, bigint, numeric, numeric, real, jsonb) FROM PUBLIC;
+COMMENT ON FUNCTION stint.complete(text, uuid, uuid, jsonb, text, text, text, bigint, bigint, bigint, numeric, numeric, real, jsonb) IS
+'Ends the attempt as completed, and the task with it. Call it again as often as you like: one call is accepted, and every caller learns whether it was the one (first).
+outcome: ''completed''; ''already_completed'' by this lease, with the stored result; ''already_failed'' by this lease; ''already_finished'' otherwise, status says how;
+''superseded'': another attempt took over; ''unknown_lease'': never granted here, nothing was changed.
+A lease that lapsed still completes its task while no other attempt has begun (unless the queue says late_result ''reject''). status: the task''s status now.
+run_id, trace_id: the run on your job platform and its trace. model, input_tokens, cached_tokens (of the input), output_tokens, model_cost, compute_cost (any one currency), confidence (0 to 1), meta: what the attempt used; kept once for each attempt whatever became of it.
+Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.fail(
+    queue text,
+    id uuid,
+    lease uuid,
+    error text,
+    retry_in interval DEFAULT NULL,
+    retryable boolean DEFAULT true,
+    run_id text DEFAULT NULL,
+    trace_id text DEFAULT NULL,
+    model text DEFAULT NULL,
+    input_tokens bigint DEFAULT NULL,
+    cached_tokens bigint DEFAULT NULL,
+    output_tokens bigint DEFAULT NULL,
+    model_cost numeric DEFAULT NULL,
+    compute_cost numeric DEFAULT NULL,
+    confidence real DEFAULT NULL,
+    meta jsonb DEFAULT NULL
+) RETURNS TABLE (outcome text, result jsonb, first boolean, status text, retry_at timestamptz, retry_in_ms bigint)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'fail_wrapper';
+REVOKE ALL ON FUNCTION stint.fail(text, uuid, uuid, text, interval, boolean, text, text, text, bigint, bigint, bigint, numeric, numeric, real, jsonb) FROM PUBLIC;
+COMMENT ON FUNCTION stint.fail(text, uuid, uuid, text, interval, boolean, text, text, text, bigint, bigint, bigint, numeric, numeric, real, jsonb) IS
+'Ends the attempt as failed. The task is tried again after the queue''s back-off, or retry_in, until its attempts are used up; with retryable false it fails at once.
+outcome: ''retrying'' (retry_at, retry_in_ms say when); ''failed''; ''cancelled'' where that had been asked; else as stint.complete answers.
+A lapsed lease cannot fail a task that waits for or runs in another attempt: ''superseded''.
+run_id, trace_id: the run on your job platform and its trace. model, input_tokens, cached_tokens (of the input), output_tokens, model_cost, compute_cost (any one currency), confidence (0 to 1), meta: what the attempt used; kept once for each attempt whatever became of it.
+Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.release(
+    queue text,
+    id uuid,
+    lease uuid
+) RETURNS TABLE (outcome text, first boolean, status text)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'release_wrapper';
+REVOKE ALL ON FUNCTION stint.release(text, uuid, uuid) FROM PUBLIC;
+COMMENT ON FUNCTION stint.release(text, uuid, uuid) IS
+'Gives a claimed task back to where it stood in line; the attempt does not count against max_attempts.
+outcome: ''released''; ''cancelled'' where that had been asked; else as stint.complete answers. Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.cancel(
+    queue text,
+    id uuid,
+    reason text DEFAULT NULL
+) RETURNS TABLE (outcome text, status text)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'cancel_wrapper';
+REVOKE ALL ON FUNCTION stint.cancel(text, uuid, text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.cancel(text, uuid, text) IS
+'Cancels a task. outcome: ''cancelled'' (it was waiting); ''cancel_requested'' (it runs: its worker learns of it from stint.extend, and it is not retried; a completion
+that comes first still counts); ''already_finished'', status says how. Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.sweep(
+    max int DEFAULT 1000
+) RETURNS TABLE (lapsed int, retried int, failed int, cancelled int)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'sweep_wrapper';
+REVOKE ALL ON FUNCTION stint.sweep(int) FROM PUBLIC;
+COMMENT ON FUNCTION stint.sweep(int) IS
+'Takes back at most max tasks whose lease has lapsed: the attempt counts, the task is claimable again at once, or fails when its attempts are used up.
+The maintenance worker does this all the time; call it where none runs. Rows that another session holds are left for the next round. Use in FROM.';
+
+CREATE FUNCTION stint.promote(
+    max int DEFAULT 1000
+) RETURNS int
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'promote_wrapper';
+REVOKE ALL ON FUNCTION stint.promote(int) FROM PUBLIC;
+COMMENT ON FUNCTION stint.promote(int) IS
+'Moves at most max scheduled tasks whose time has come to ready, in the order of their times, and returns how many.
+The maintenance worker does this all the time; call it where none runs.';
+
+CREATE FUNCTION stint.expire_keys(
+    max int DEFAULT 1000
+) RETURNS bigint
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'expire_keys_wrapper';
+REVOKE ALL ON FUNCTION stint.expire_keys(int) FROM PUBLIC;
+COMMENT ON FUNCTION stint.expire_keys(int) IS
+'Lets go of at most max idempotency keys that are past their retention and whose task has finished; returns how many. The maintenance worker does this all the time.';
+
+CREATE FUNCTION stint.explain(
+    queue text,
+    id uuid
+) RETURNS text
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'explain_wrapper';
+REVOKE ALL ON FUNCTION stint.explain(text, uuid) FROM PUBLIC;
+COMMENT ON FUNCTION stint.explain(text, uuid) IS
+'Says in words where a task is and why it is not running: what it waits for, which budget has no room, whose lease holds it. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.budget_usage() RETURNS TABLE (budget text, running bigint, tokens bigint, derived boolean)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'budget_usage_wrapper';
+REVOKE ALL ON FUNCTION stint.budget_usage() FROM PUBLIC;
+COMMENT ON FUNCTION stint.budget_usage() IS
+'What is in use of each budget, as claims see it: tasks running and predicted tokens in flight. derived: whether that is also what the running rows visible here add up to; it may differ for the moment a claim takes. Use in FROM.';
+
+CREATE VIEW stint.budgets AS
+SELECT b.budget, b.max_running, u.running, b.max_running - u.running AS room_running,
+       b.max_tokens, u.tokens AS tokens_in_flight, b.max_tokens - u.tokens AS room_tokens, b.default_tokens, b.created_at
+FROM stint.budget_config b
+JOIN stint.budget_usage() u ON u.budget = b.budget;
+COMMENT ON VIEW stint.budgets IS 'Budgets: limits, what is in use, and the room left. The figure shown is the figure enforced';
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   queue_verbs
+
+-- stint.check(): every violation of the storage rules, in plain SQL so that a DBA can read what is checked.
+
+CREATE FUNCTION stint.check() RETURNS TABLE (rule text, queue text, id uuid, detail text)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    WITH places AS (
+        SELECT w.queue, w.id, 'ready' AS place, w.lane, w.attempt, w.counted FROM stint.place_ready w
+        UNION ALL SELECT s.queue, s.id, 'scheduled', s.lane, s.attempt, s.counted FROM stint.place_scheduled s
+        UNION ALL SELECT r.queue, r.id, 'running', r.lane, r.attempt - 1, r.counted FROM stint.place_running r
+    ), ended AS (
+        SELECT a.queue, a.id, count(*) AS attempts, max(a.attempt) AS last,
+               count(*) FILTER (WHERE a.ended IN ('failed', 'lapsed')) AS counted
+        FROM stint.task_attempts a GROUP BY a.queue, a.id
+    )
+    SELECT 'a live task is in exactly one place, a finished one in none', f.queue, f.id,
+           coalesce('in ' || string_agg(p.place, ', '), 'in no place') || coalesce(', outcome ' || o.outcome, ', no outcome')
+    FROM stint.task_facts f
+    LEFT JOIN places p ON p.queue = f.queue AND p.id = f.id
+    LEFT JOIN stint.task_outcomes o ON o.queue = f.queue AND o.id = f.id
+    GROUP BY f.queue, f.id, o.outcome
+    HAVING count(p.place) + (o.outcome IS NOT NULL)::int <> 1
+    UNION ALL
+    SELECT 'every row belongs to a task', x.queue, x.id, x.what
+    FROM (SELECT p.queue, p.id, p.place AS what FROM places p
+          UNION ALL SELECT o.queue, o.id, 'outcome' FROM stint.task_outcomes o
+          UNION ALL SELECT e.queue, e.id, 'attempts' FROM ended e
+          UNION ALL SELECT k.queue, k.id, 'key ' || k.key FROM stint.task_keys k
+          UNION ALL SELECT u.queue, u.id, 'late usage' FROM stint.usage_late u) x
+    WHERE NOT EXISTS (SELECT FROM stint.task_facts f WHERE f.queue = x.queue AND f.id = x.id)
+    UNION ALL
+    SELECT 'every task belongs to a queue', f.queue, f.id, 'unknown queue'
+    FROM stint.task_facts f WHERE NOT EXISTS (SELECT FROM stint.queue_config q WHERE q.queue = f.queue)
+    UNION ALL
+    SELECT 'every waiting task stands in a lane of its queue', p.queue, p.id, p.place || ', lane ' || p.lane
+    FROM places p WHERE NOT EXISTS (SELECT FROM stint.lanes l WHERE l.queue = p.queue AND l.lane = p.lane)
+    UNION ALL
+    SELECT 'every ended attempt has its row, numbered from 1', p.queue, p.id,
+           p.place || ' after attempt ' || p.attempt || ', ' || coalesce(e.attempts, 0) || ' rows up to ' || coalesce(e.last, 0)
+    FROM places p LEFT JOIN ended e ON e.queue = p.queue AND e.id = p.id
+    WHERE p.attempt <> coalesce(e.attempts, 0) OR p.attempt <> coalesce(e.last, 0)
+    UNION ALL
+    SELECT 'attempts are counted exactly', p.queue, p.id, p.place || ' counts ' || p.counted || ', rows ' || coalesce(e.counted, 0)
+    FROM places p LEFT JOIN ended e ON e.queue = p.queue AND e.id = p.id
+    WHERE p.counted <> coalesce(e.counted, 0)
+    UNION ALL
+    SELECT 'an outcome names the last attempt', o.queue, o.id, o.outcome || ' by attempt ' || o.attempt || ' of ' || coalesce(e.last, 0)
+    FROM stint.task_outcomes o LEFT JOIN ended e ON e.queue = o.queue AND e.id = o.id
+    WHERE o.attempt <> coalesce(e.last, 0)
+    UNION ALL
+    SELECT 'no lease is granted twice', r.queue, r.id, 'running under the lease of attempt ' || a.attempt
+    FROM stint.place_running r JOIN stint.task_attempts a ON a.queue = r.queue AND a.id = r.id AND a.lease = r.lease
+    UNION ALL
+    SELECT 'a running task reserves what its lane draws on', r.queue, r.id, coalesce(r.budgets::text, 'nothing')
+    FROM stint.place_running r
+    WHERE coalesce(cardinality(r.budgets), 0) <> coalesce(cardinality(r.reserved), 0)
+    UNION ALL
+    SELECT 'the live usage of a budget is what its running tasks reserve', NULL, NULL, u.budget || ': ' || u.running || ' running, ' || u.tokens || ' tokens'
+    FROM stint.budget_usage() u WHERE NOT u.derived
+$$;
+REVOKE ALL ON FUNCTION stint.check() FROM PUBLIC;
+COMMENT ON FUNCTION stint.check() IS
+'Returns every violation of the storage rules; no row means all is well. Reads whole tables: for tests and for nights when you doubt. The budget rule may name a budget for the moment a claim takes. Use in FROM.';
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/budget/live.rs
+-- pg_stint::budget::live::budget_usage
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/cancel.rs
+-- pg_stint::queue::cancel::cancel
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/claim.rs
+-- pg_stint::queue::claim::claim
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/finish.rs
+-- pg_stint::queue::finish::complete
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/budget/create.rs
+-- pg_stint::budget::create::create_budget
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/create.rs
+-- pg_stint::queue::create::create_queue
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/enqueue.rs
+-- pg_stint::queue::enqueue::enqueue
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/enqueue_many.rs
+-- pg_stint::queue::enqueue_many::enqueue_many
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/keys.rs
+-- pg_stint::queue::keys::expire_keys
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/explain.rs
+-- pg_stint::queue::explain::explain
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/lease.rs
+-- pg_stint::queue::lease::extend
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/finish.rs
+-- pg_stint::queue::finish::fail
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/promote.rs
+-- pg_stint::queue::promote::promote
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/release.rs
+-- pg_stint::queue::release::release
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/sweep.rs
+-- pg_stint::queue::sweep::sweep
+-- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
