@@ -7,8 +7,8 @@ use crate::guc;
 use crate::spi::{self, Identity, Session, Statement, arg};
 use crate::values::RawJsonb;
 use pgrx::prelude::*;
+use stint_core::names::nearest;
 use stint_core::state::compile::{KINDS, Kind};
-use stint_core::state::declare::nearest;
 
 // The shape of a batch: its type and length, and of the first row that will not do its ordinal, its type, a field that is no column, a key column it lacks.
 static SHAPE: Statement = Statement::new(

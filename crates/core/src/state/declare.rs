@@ -1,6 +1,7 @@
 //! What `create_state` was told, checked against the table: conflicts are found here, when the table is declared, and never by a merge.
 
 use super::Table;
+use crate::names::nearest;
 use serde_json::Value;
 
 /// A merge engine, by Paimon's name.
@@ -93,16 +94,6 @@ pub struct Refusal {
 
 fn refuse<T>(why: Why, message: impl Into<String>, hint: impl Into<String>) -> Result<T, Refusal> {
     Err(Refusal { why, message: message.into(), hint: hint.into() })
-}
-
-/// The known name most like `name`, if one is near.
-pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    known
-        .into_iter()
-        .map(|candidate| (strsim::jaro_winkler(&name.to_lowercase(), &candidate.to_lowercase()), candidate))
-        .filter(|(likeness, _)| *likeness > 0.75)
-        .max_by(|a, b| a.0.total_cmp(&b.0))
-        .map(|(_, candidate)| candidate)
 }
 
 fn unknown<T>(why: Why, message: String, name: &str, known: &[&str], otherwise: &str) -> Result<T, Refusal> {
@@ -400,7 +391,7 @@ mod tests {
             Err(refusal) => format!("{} / {}", refusal.message, refusal.hint),
             Ok(declared) => panic!("{declared:?}"),
         };
-        assert_eq!(told("dedup", None, None, None), "engine \"dedup\" does not exist / Did you mean \"deduplicate\"?");
+        assert_eq!(told("deduplicat", None, None, None), "engine \"deduplicat\" does not exist / Did you mean \"deduplicate\"?");
         assert_eq!(told("deduplicate", Some(&["seqq"]), None, None), "column \"seqq\" of shop.goods does not exist / Did you mean \"seq\"?");
         for (engine, sequence, groups, deletes, part) in [
             ("deduplicate", None, Some(r#"{"seq": ["price"]}"#), None, "takes no groups"),
