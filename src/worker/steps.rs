@@ -3,7 +3,7 @@
 //! the log and in `stint.maintenance`, and the others go on.
 
 use super::doorbells;
-use crate::{budget, queue};
+use crate::{budget, changelog, queue};
 
 /// When a step runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -32,5 +32,6 @@ pub const STEPS: &[Step] = &[
     Step { name: "sweep", when: When::Round, run: queue::sweep::step },
     Step { name: "promote", when: When::Round, run: queue::promote::step },
     Step { name: "expire keys", when: When::Round, run: queue::keys::step },
+    Step { name: "tick", when: When::RoundAndBell, run: changelog::tick::step },
     Step { name: "doorbells", when: When::Bell, run: doorbells::step },
 ];
