@@ -9,6 +9,7 @@ import pytest
 def listener(connect):
     conn = connect()
     conn.execute("LISTEN stint_queue")
+    conn.execute("LISTEN stint_changes")
     return conn
 
 
@@ -78,6 +79,21 @@ def test_what_is_told_can_be_seen(processes, conn, listener):
         assert listen(listener, bool)
         assert listener.execute("SELECT id FROM stint.claim('q', 'w')").fetchone() is not None
         quiet(listener, 0.02)  # the claim rings, too
+
+
+def test_changes_that_are_told_have_their_position(processes, conn, listener):
+    conn.execute('CREATE SCHEMA "Stock"')
+    conn.execute('CREATE TABLE "Stock".items (id int PRIMARY KEY, name text)')
+    conn.execute("SELECT stint.create_state('\"Stock\".items', 'deduplicate')")
+    conn.execute("SELECT stint.create_consumer('c', '{\"Stock\".items}')")
+    quiet(listener, 0.5)
+    for number in range(20):
+        conn.execute("SELECT * FROM stint.merge('\"Stock\".items', jsonb_build_array(jsonb_build_object('id', %s::int)))", (number,))
+        heard = listen(listener, bool)
+        assert {(channel, payload) for _, channel, payload, _ in heard} == {("stint_changes", '"Stock".items')}
+        ((key, pos),) = listener.execute("SELECT key->>'id', pos FROM stint.poll('c')").fetchall()
+        assert int(key) == number
+        listener.execute("SELECT stint.commit('c', %s)", (pos,))
 
 
 def test_databases_do_not_hear_each_other(started):

@@ -191,9 +191,13 @@ def test_the_worker_writes_nothing_while_idle(started):
         conn.execute("SELECT stint.create_budget('b', max_running => 4)")
         conn.execute("SELECT stint.enqueue('q', '{}', budgets => '{b}', key => 'k')")
         conn.execute("SELECT stint.enqueue('q', '{}', delay => '1 day')")
+        conn.execute("CREATE TABLE items (id int PRIMARY KEY, name text)")
+        conn.execute("SELECT stint.create_state('items', 'deduplicate')")
+        conn.execute("SELECT * FROM stint.merge('items', '[{\"id\": 1, \"name\": \"one\"}]')")
         (task,) = conn.execute("SELECT id FROM stint.claim('q', 'w')").fetchone()
         processes.prove_at_work("app")
         server.wait_until("SELECT status = 'ready' FROM stint.tasks WHERE id = %s", task, dbname="app")
+        server.wait_until("SELECT count(*) = 1 FROM stint.changes('items')", dbname="app")
 
         position = "SELECT pg_current_wal_insert_lsn(), pg_snapshot_xmax(pg_current_snapshot())"
         rounds = "SELECT last_clean_round FROM stint.maintenance WHERE database = 'app'"
