@@ -45,10 +45,8 @@ static LAYOUT: Statement = Statement::new(
     c"SELECT l.layout FROM stint.image_layouts l WHERE l.relation = $1 AND l.columns = $2 ORDER BY l.layout LIMIT 1",
     &[pg_sys::OIDOID, pg_sys::TEXTARRAYOID],
 );
-static ADD_LAYOUT: Statement = Statement::new(
-    c"INSERT INTO stint.image_layouts (relation, columns) VALUES ($1, $2) RETURNING layout",
-    &[pg_sys::OIDOID, pg_sys::TEXTARRAYOID],
-);
+static ADD_LAYOUT: Statement =
+    Statement::new(c"INSERT INTO stint.image_layouts (relation, columns) VALUES ($1, $2) RETURNING layout", &[pg_sys::OIDOID, pg_sys::TEXTARRAYOID]);
 
 /// The triggers, by name. The underscore puts them before most of the table's own, in whose order PostgreSQL fires them.
 const TRIGGERS: [(&str, &str); 4] = [
@@ -283,9 +281,12 @@ pub fn check_readable(caller: pg_sys::Oid, relation: pg_sys::Oid, name: &str) {
             .raise();
     }
     if filtered {
-        Fault::new(PgSqlErrorCode::ERRCODE_INSUFFICIENT_PRIVILEGE, format!("row security on {name} applies to your role, and its changelog cannot be filtered"))
-            .hint("Read it with a role that bypasses row security.")
-            .raise();
+        Fault::new(
+            PgSqlErrorCode::ERRCODE_INSUFFICIENT_PRIVILEGE,
+            format!("row security on {name} applies to your role, and its changelog cannot be filtered"),
+        )
+        .hint("Read it with a role that bypasses row security.")
+        .raise();
     }
 }
 

@@ -122,7 +122,8 @@ pub unsafe extern "C-unwind" fn image_wrapper(fcinfo: pg_sys::FunctionCallInfo) 
         }
         drop(pinned);
         let (mut size, mut from) = (count as c_int, 1);
-        let array = pg_sys::construct_md_array(texts.as_mut_ptr(), nulls.as_mut_ptr(), 1, &mut size, &mut from, pg_sys::TEXTOID, -1, false, b'i' as c_char);
+        let array =
+            pg_sys::construct_md_array(texts.as_mut_ptr(), nulls.as_mut_ptr(), 1, &mut size, &mut from, pg_sys::TEXTOID, -1, false, b'i' as c_char);
         pg_sys::Datum::from(array)
     }
 }
@@ -167,11 +168,16 @@ pub unsafe extern "C-unwind" fn image_row_wrapper(fcinfo: pg_sys::FunctionCallIn
         let (mut texts, mut nulls, mut count) = (std::ptr::null_mut(), std::ptr::null_mut(), 0);
         pg_sys::deconstruct_array(array, pg_sys::TEXTOID, -1, false, b'i' as c_char, &mut texts, &mut nulls, &mut count);
         let count = usize::try_from(count).unwrap_or(0);
-        let mut values: Vec<*mut c_char> = (0..columns)
-            .map(|index| {
-                if index < count && !*nulls.add(index) { pg_sys::text_to_cstring((*texts.add(index)).cast_mut_ptr()) } else { std::ptr::null_mut() }
-            })
-            .collect();
+        let mut values: Vec<*mut c_char> =
+            (0..columns)
+                .map(|index| {
+                    if index < count && !*nulls.add(index) {
+                        pg_sys::text_to_cstring((*texts.add(index)).cast_mut_ptr())
+                    } else {
+                        std::ptr::null_mut()
+                    }
+                })
+                .collect();
         let pinned = Pinned::set();
         let tuple = pg_sys::BuildTupleFromCStrings(inputs, values.as_mut_ptr());
         drop(pinned);
@@ -239,10 +245,13 @@ pub fn check_types(table: &str, shape: &Shape) {
         if let Some((of, reason)) = refusal(column.type_oid) {
             // SAFETY: the function returns a palloc'd C string.
             let name = unsafe { CStr::from_ptr(pg_sys::format_type_be(of)) }.to_string_lossy();
-            Fault::new(PgSqlErrorCode::ERRCODE_FEATURE_NOT_SUPPORTED, format!("{table} cannot be a state table: column \"{}\" holds {name}", column.name))
-                .detail(format!("A value of type {name} {reason}, so a tag could not give back the same text."))
-                .hint("Use another type, such as text, for the column.")
-                .raise();
+            Fault::new(
+                PgSqlErrorCode::ERRCODE_FEATURE_NOT_SUPPORTED,
+                format!("{table} cannot be a state table: column \"{}\" holds {name}", column.name),
+            )
+            .detail(format!("A value of type {name} {reason}, so a tag could not give back the same text."))
+            .hint("Use another type, such as text, for the column.")
+            .raise();
         }
     }
 }

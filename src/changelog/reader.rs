@@ -116,11 +116,7 @@ fn document(session: &Session, relation: pg_sys::Oid) -> Rc<Prepared> {
     let shape = Shape::load(session, relation);
     let key = object(shape.key_columns().enumerate().map(|(place, column)| (column, format!("($1::text[])[{}]", place + 1))));
     let image = |param: &str| object(shape.columns.iter().map(|column| (column, format!("({param})[{}]", column.attnum))));
-    let sql = format!(
-        "SELECT {key}, CASE WHEN $2 IS NOT NULL THEN {} END, CASE WHEN $3 IS NOT NULL THEN {} END",
-        image("$2"),
-        image("$3")
-    );
+    let sql = format!("SELECT {key}, CASE WHEN $2 IS NOT NULL THEN {} END, CASE WHEN $3 IS NOT NULL THEN {} END", image("$2"), image("$3"));
     DOCUMENTS.with_borrow_mut(|all| {
         if let Some((text, statement)) = all.get(&relation.to_u32())
             && *text == sql

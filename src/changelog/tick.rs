@@ -75,9 +75,8 @@ fn advance(session: &Session) -> (i64, bool) {
 
 fn refuse_written() {
     // SAFETY: reads this backend's transaction state.
-    let (written, fixed) = unsafe {
-        (pg_sys::GetTopTransactionIdIfAny() != pg_sys::InvalidTransactionId, pg_sys::XactIsoLevel >= pg_sys::XACT_REPEATABLE_READ as i32)
-    };
+    let (written, fixed) =
+        unsafe { (pg_sys::GetTopTransactionIdIfAny() != pg_sys::InvalidTransactionId, pg_sys::XactIsoLevel >= pg_sys::XACT_REPEATABLE_READ as i32) };
     let what = if written {
         "has written something"
     } else if fixed {

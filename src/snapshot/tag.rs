@@ -30,7 +30,9 @@ fn tag(name: Option<&str>, pin: Option<i64>, comment: Option<&str>) {
     connect(|session| {
         let _owner = Identity::owner();
         let pin = match pin {
-            Some(pin) if session.run(&PIN, &[arg(pin)]).is_empty() => errors::unknown("pin", &pin.to_string(), None, "Give a number that stint.pin returned."),
+            Some(pin) if session.run(&PIN, &[arg(pin)]).is_empty() => {
+                errors::unknown("pin", &pin.to_string(), None, "Give a number that stint.pin returned.")
+            }
             Some(pin) => pin,
             None => pin::make(session, None),
         };

@@ -10,8 +10,7 @@ static TABLE: Statement = Statement::new(
              EXISTS (SELECT FROM pg_inherits i WHERE i.inhrelid = c.oid),
              c.relkind <> 'p' AND EXISTS (SELECT FROM pg_inherits i WHERE i.inhparent = c.oid),
              c.oid < 16384 OR n.nspname IN ('pg_catalog', 'information_schema', 'pg_toast', 'stint'),
-             (SELECT i.indimmediate FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary),
-             format('%s:%s', c.xmin, (SELECT string_agg(a.xmin::text, ',' ORDER BY a.attnum) FROM pg_attribute a WHERE a.attrelid = c.oid))
+             (SELECT i.indimmediate FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary), c.relrowsecurity
       FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
       WHERE c.oid = $1",
     &[pg_sys::OIDOID],
@@ -73,8 +72,6 @@ pub struct Relation {
     pub columns: Vec<Column>,
     /// The primary key: indexes into `columns`, in key order.
     pub key: Vec<usize>,
-    /// Changes whenever the table or one of its columns is altered.
-    pub version: String,
 }
 
 impl Relation {
@@ -98,12 +95,12 @@ impl Relation {
             parent: rows.must(0, 9),
             system: rows.must(0, 10),
             immediate_key: rows.get(0, 11),
+            row_security: rows.must(0, 12),
         });
         if let Some((code, reason, hint)) = what {
             Fault::new(code, format!("{qualified} cannot be a state table: {reason}")).hint(hint).raise();
         }
         let owner = rows.must(0, 4);
-        let version = rows.must(0, 12);
 
         let rows = session.run(&COLUMNS, &[arg(oid)]);
         let mut columns = Vec::with_capacity(rows.len());
@@ -126,7 +123,7 @@ impl Relation {
         }
         key.sort_unstable();
         let key = key.into_iter().map(|(_, column)| column).collect();
-        Relation { oid, schema, name, qualified, owner, partitioned: kind == "p", columns, key, version }
+        Relation { oid, schema, name, qualified, owner, partitioned: kind == "p", columns, key }
     }
 
     /// The key's columns, in key order.
@@ -144,6 +141,7 @@ struct Facts<'a> {
     parent: bool,
     system: bool,
     immediate_key: Option<bool>,
+    row_security: bool,
 }
 
 /// Why such a table cannot hold state, and what to do.
@@ -184,6 +182,13 @@ fn refusal(facts: &Facts<'_>) -> Option<(PgSqlErrorCode, &'static str, &'static 
             ERRCODE_WRONG_OBJECT_TYPE,
             "it takes part in table inheritance, where a primary key does not hold across the tables",
             "Use a partitioned table, or a table without INHERITS.",
+        ));
+    }
+    if facts.row_security {
+        return Some((
+            ERRCODE_WRONG_OBJECT_TYPE,
+            "it has row-level security, and merges run as its owner, whom policies do not bind",
+            "Run ALTER TABLE … DISABLE ROW LEVEL SECURITY, or keep the rows of each tenant in a table of its own.",
         ));
     }
     match facts.immediate_key {

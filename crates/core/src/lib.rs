@@ -5,4 +5,5 @@ pub mod budget;
 pub mod ids;
 pub mod names;
 pub mod snapshot;
+pub mod state;
 pub mod verdict;
