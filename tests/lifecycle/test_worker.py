@@ -310,7 +310,7 @@ def test_pg_stat_activity_names_the_processes(processes, database, conn):
     rows = conn.execute("SELECT backend_type, application_name, query, datname FROM pg_stat_activity WHERE backend_type LIKE 'pg_stint%'").fetchall()
     assert ("pg_stint launcher", "pg_stint launcher", "", None) in rows
     (step,) = [query for kind, name, query, datname in rows if kind == name == "pg_stint worker" and datname == database]
-    assert step in ("load budgets", "sweep", "promote", "expire keys", "tick", "doorbells")
+    assert step in ("load budgets", "sweep", "promote", "expire keys", "tick", "trim consumers", "doorbells")
 
 
 def test_a_lapsed_lease_is_claimable_within_two_seconds(processes, conn):
