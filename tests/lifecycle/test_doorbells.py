@@ -85,7 +85,7 @@ def test_changes_that_are_told_have_their_position(processes, conn, listener):
     conn.execute('CREATE SCHEMA "Stock"')
     conn.execute('CREATE TABLE "Stock".items (id int PRIMARY KEY, name text)')
     conn.execute("SELECT stint.create_state('\"Stock\".items', 'deduplicate')")
-    conn.execute("SELECT stint.create_consumer('c', '{\"Stock\".items}')")
+    conn.execute("SELECT stint.create_consumer('c', ARRAY['\"Stock\".items'::regclass])")
     quiet(listener, 0.5)
     for number in range(20):
         conn.execute("SELECT * FROM stint.merge('\"Stock\".items', jsonb_build_array(jsonb_build_object('id', %s::int)))", (number,))
