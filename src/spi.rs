@@ -119,15 +119,22 @@ impl Drop for GenericPlans {
 impl Session {
     /// Runs a kept statement to its end.
     pub fn run(&self, statement: &Statement, params: &[Param]) -> Rows {
-        self.execute(statement.plan(), statement.types.len(), params)
+        self.execute(statement.plan(), statement.types.len(), params, std::ptr::null_mut())
+    }
+
+    /// Runs a kept statement on what is committed now, also in a transaction that keeps an older snapshot.
+    pub fn run_latest(&self, statement: &Statement, params: &[Param]) -> Rows {
+        // SAFETY: PostgreSQL copies the snapshot before anything can replace it.
+        let latest = unsafe { pg_sys::GetLatestSnapshot() };
+        self.execute(statement.plan(), statement.types.len(), params, latest)
     }
 
     /// Runs a statement prepared at run time to its end.
     pub fn run_prepared(&self, statement: &Prepared, params: &[Param]) -> Rows {
-        self.execute(statement.plan, statement.args, params)
+        self.execute(statement.plan, statement.args, params, std::ptr::null_mut())
     }
 
-    fn execute(&self, plan: pg_sys::SPIPlanPtr, args: usize, params: &[Param]) -> Rows {
+    fn execute(&self, plan: pg_sys::SPIPlanPtr, args: usize, params: &[Param], snapshot: pg_sys::Snapshot) -> Rows {
         if params.len() != args {
             errors::internal(&format!("a statement of {args} arguments was given {}", params.len()));
         }
@@ -136,9 +143,11 @@ impl Session {
         let generic = GenericPlans::set();
         // SAFETY: plan, values and nulls agree in number and type; the tuple table lives until this SPI level ends.
         let rows = unsafe {
-            let code = pg_sys::SPI_execute_plan(plan, values.as_mut_ptr(), nulls.as_ptr(), false, 0);
+            // Without a snapshot each statement takes a fresh one of the transaction's.
+            let none = std::ptr::null_mut();
+            let code = pg_sys::SPI_execute_snapshot(plan, values.as_mut_ptr(), nulls.as_ptr(), snapshot, none, false, true, 0);
             if code < 0 {
-                errors::internal(&format!("SPI_execute_plan answered {code}"));
+                errors::internal(&format!("SPI_execute_snapshot answered {code}"));
             }
             Rows { table: pg_sys::SPI_tuptable, count: pg_sys::SPI_processed as usize }
         };

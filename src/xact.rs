@@ -30,6 +30,11 @@ impl<T: Copy> Pending<T> {
         self.0.borrow_mut().push((current, what));
     }
 
+    /// Shows everything remembered.
+    pub fn each(&self, show: impl FnMut(&T)) {
+        self.0.borrow().iter().map(|(_, what)| what).for_each(show);
+    }
+
     /// Whether `like` holds for something remembered.
     pub fn any(&self, like: impl Fn(&T) -> bool) -> bool {
         self.0.borrow().iter().any(|(_, what)| like(what))
