@@ -30,6 +30,11 @@ impl<T: Copy> Pending<T> {
         self.0.borrow_mut().push((current, what));
     }
 
+    /// Shows everything remembered.
+    pub fn each(&self, show: impl FnMut(&T)) {
+        self.0.borrow().iter().map(|(_, what)| what).for_each(show);
+    }
+
     /// Whether `like` holds for something remembered.
     pub fn any(&self, like: impl Fn(&T) -> bool) -> bool {
         self.0.borrow().iter().any(|(_, what)| like(what))
@@ -40,11 +45,6 @@ impl<T: Copy> Pending<T> {
         // SAFETY: reads a counter of this backend.
         let current = unsafe { pg_sys::GetCurrentSubTransactionId() };
         self.0.borrow().iter().any(|(sub, what)| *sub == current && like(what))
-    }
-
-    /// Shows everything to `each`.
-    pub fn each(&self, mut each: impl FnMut(&T)) {
-        self.0.borrow().iter().for_each(|(_, what)| each(what));
     }
 
     /// Hands everything to `each` and forgets it. The memory stays, so nothing is freed in a commit callback.
