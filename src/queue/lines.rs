@@ -129,3 +129,10 @@ pub fn step() -> bool {
     }
     false
 }
+
+/// See the SQL COMMENT of stint.rescan.
+#[pg_extern(sql = false)]
+fn rescan() {
+    shmem::required();
+    heads::rescan(Instance::here());
+}

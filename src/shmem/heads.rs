@@ -106,6 +106,8 @@ pub struct Lower {
 thread_local! {
     /// The lines to lower at commit.
     pub static PENDING: Pending<Lower> = const { Pending::new() };
+    /// Instances this transaction has asked to look from the beginning.
+    pub static RESCANS: Pending<Instance> = const { Pending::new() };
 }
 
 /// Runs `work` on the line's entry under the lock; `None` where the table has no room for it.
@@ -150,6 +152,9 @@ pub struct Line {
 
 /// Where the live rows of a line begin, this transaction's own included.
 pub fn look(shared: &super::Shared, instance: Instance, lane: i32) -> Line {
+    if RESCANS.with(|p| p.any(|asked| *asked == instance)) {
+        return Line { generation: 0, complete: false, taken: 0, heads: Vec::new() };
+    }
     let mut heads: Vec<Head> = Vec::with_capacity(PRIORITIES * 2);
     let seen = with_entry(shared, instance, lane, true, |entry| {
         heads.extend_from_slice(&entry.heads[..entry.count]);
@@ -245,6 +250,18 @@ pub fn commit(lower: &Lower) {
         entry.generation += 1;
         put(entry, lower.head, i64::min);
     });
+}
+
+/// Has this transaction look from the beginning, and everybody once it commits.
+pub fn rescan(instance: Instance) {
+    RESCANS.with(|p| p.push(instance));
+}
+
+/// At commit of a transaction that asked for it.
+pub fn rescanned(instance: &Instance) {
+    if let Some(shared) = super::get() {
+        forget(shared, *instance);
+    }
 }
 
 /// At PREPARE: no head rises until the worker has seen that no prepared transaction is about.
