@@ -139,3 +139,6 @@ struct Compiler<'a> {
     declaration: &'a Declaration,
     groups: Vec<Group>,
 }
+
+#[cfg(test)]
+mod tests;
