@@ -286,5 +286,8 @@ def test_a_declaration_follows_its_table(conn):
     conn.execute("ALTER TABLE store.goods DROP COLUMN at")
     with pytest.raises(Exception, match='column "at" of store.goods does not exist'):
         merge(conn, "store.goods", [{"id": 1}])
+    conn.execute("ALTER TABLE store.goods DROP CONSTRAINT goods_pkey; SELECT stint.drop_state('store.goods')")
+    conn.execute("ALTER TABLE store.goods ADD PRIMARY KEY (id); SELECT stint.create_state('store.goods', 'deduplicate', sequence => '{label}')")
     conn.execute("DROP TABLE store.goods CASCADE")
+    assert conn.execute("SELECT to_regclass('store.goods_tombstones')").fetchone() == (None,)
     assert conn.execute("SELECT count(*) FROM stint.states").fetchone() == (0,)

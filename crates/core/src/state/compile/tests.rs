@@ -122,7 +122,9 @@ proptest! {
 fn a_plain_upsert_reads_as_one_would_write_it() {
     let declaration = Declaration { engine: Engine::PartialUpdate { groups: Vec::new() }, deletes: Deletes::Refuse };
     let table = table(&["id", "price"], &[0], &declaration);
-    let Merge::Upsert { unique, after: None, .. } = compile(&table, &declaration, Kind::Upsert) else { panic!("not an upsert without tombstones") };
+    let Merge::Upsert { unique, after: None, .. } = compile(&table, &declaration, Kind::Upsert) else {
+        unreachable!("not an upsert without tombstones")
+    };
     assert_eq!(
         unique,
         r#"WITH r AS MATERIALIZED (SELECT * FROM ROWS FROM (jsonb_to_recordset($1) AS ("id" numeric(10,2), "price" numeric(10,2))) WITH ORDINALITY AS x (c0, c1, ord)),
