@@ -24,13 +24,13 @@ extension_sql_file!("../sql/00_schema.sql", name = "schema", bootstrap);
 extension_sql_file!("../sql/05_preload.sql", name = "preload", requires = ["schema"]);
 extension_sql_file!("../sql/10_queue_tables.sql", name = "queue_tables", requires = ["preload"]);
 extension_sql_file!("../sql/20_queue_views.sql", name = "queue_views", requires = ["queue_tables"]);
-extension_sql_file!("../sql/30_queue_verbs.sql", name = "queue_verbs", requires = ["queue_tables", "queue_views"]);
-extension_sql_file!("../sql/40_state.sql", name = "state", requires = ["preload"]);
-extension_sql_file!("../sql/50_changelog.sql", name = "changelog", requires = ["preload"]);
+extension_sql_file!("../sql/30_queue_verbs.sql", name = "queue_verbs", requires = ["queue_views"]);
+extension_sql_file!("../sql/40_state.sql", name = "state", requires = ["queue_verbs"]);
+extension_sql_file!("../sql/50_changelog.sql", name = "changelog", requires = ["state"]);
 extension_sql_file!("../sql/55_snapshot.sql", name = "snapshot", requires = ["changelog"]);
-extension_sql_file!("../sql/70_worker.sql", name = "worker", requires = ["preload"]);
-extension_sql_file!("../sql/80_check.sql", name = "check", requires = ["queue_verbs"]);
-extension_sql_file!("../sql/90_doctor.sql", name = "doctor", requires = ["worker", "check"]);
+extension_sql_file!("../sql/70_worker.sql", name = "worker", requires = ["snapshot"]);
+extension_sql_file!("../sql/80_check.sql", name = "check", requires = ["worker"]);
+extension_sql_file!("../sql/90_doctor.sql", name = "doctor", requires = ["check"]);
 
 /// Settings always; shared memory, callbacks and the launcher only while the server starts, since they cannot be had later.
 #[pg_guard]

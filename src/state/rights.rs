@@ -11,7 +11,7 @@ static OWNS: Statement = Statement::new(c"SELECT pg_has_role($1, $2, 'USAGE')", 
 pub fn require(relation: &Relation, caller: pg_sys::Oid, rights: &[(u32, &str)]) {
     for (right, word) in rights {
         // SAFETY: a look-up in the system caches.
-        let answer = unsafe { pg_sys::pg_class_aclcheck(relation.oid, caller, (*right).into()) };
+        let answer = unsafe { pg_sys::pg_class_aclcheck(relation.oid, caller, *right) };
         if answer != pg_sys::AclResult::ACLCHECK_OK {
             Fault::new(PgSqlErrorCode::ERRCODE_INSUFFICIENT_PRIVILEGE, format!("permission denied: {word} on {} is missing", relation.qualified))
                 .hint(format!("Let its owner run GRANT {word} ON {} TO the role that merges.", relation.qualified))
