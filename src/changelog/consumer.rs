@@ -9,7 +9,7 @@ use crate::input;
 use crate::spi::{Identity, Session, Statement, arg, connect};
 use crate::values::{Instant, RawJsonb};
 use pgrx::prelude::*;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 
 static FIND: Statement = Statement::new(
     c"SELECT c.relations::oid[], coalesce((SELECT max(m.pos) FROM stint.consumer_commits m WHERE m.consumer = c.consumer), c.start_pos)
@@ -178,8 +178,24 @@ fn commit(consumer: Option<&str>, pos: Option<i64>) {
     });
 }
 
-/// Deletes positions that consumers have passed; answers how many. For the worker.
-pub fn trim() -> i64 {
+thread_local! {
+    /// When this worker trimmed last.
+    static TRIMMED: Cell<Instant> = const { Cell::new(Instant(0)) };
+}
+
+/// Trims once a minute. For the worker.
+pub fn step() -> bool {
+    const EVERY_MS: i64 = 60_000;
+    let now = Instant::now();
+    if now.ms_since(TRIMMED.get()) >= EVERY_MS {
+        TRIMMED.set(now);
+        trim();
+    }
+    false
+}
+
+/// Deletes positions that consumers have passed; answers how many.
+fn trim() -> i64 {
     connect(|session| {
         let _owner = Identity::owner();
         i64::try_from(session.run(&TRIM, &[]).len()).unwrap_or(i64::MAX)

@@ -75,7 +75,15 @@ pub fn after(session: &Session, relations: &[pg_sys::Oid], since: i64, max: i32)
         for tick in 0..ticks.len() {
             let rows = session.run(
                 &CHANGES,
-                &[ticks.lift(tick, 1), ticks.lift(tick, 2), ticks.lift(tick, 3), ticks.lift(tick, 5), arg(since), arg(relations.to_vec()), arg(left)],
+                &[
+                    arg(ticks.must::<i32>(tick, 1)),
+                    ticks.lift(tick, 2),
+                    ticks.lift(tick, 3),
+                    arg(ticks.must::<i64>(tick, 5)),
+                    arg(since),
+                    arg(relations.to_vec()),
+                    arg(left),
+                ],
             );
             for row in 0..rows.len() {
                 let relation: pg_sys::Oid = rows.must(row, 2);
@@ -136,10 +144,11 @@ fn value(type_oid: pg_sys::Oid, text: &str) -> String {
     // SAFETY: system cache look-ups.
     let (base, element) = unsafe {
         let base = pg_sys::getBaseType(type_oid);
-        (base, pg_sys::getBaseType(pg_sys::get_element_type(base)))
+        (base, pg_sys::get_element_type(base))
     };
     if element != pg_sys::InvalidOid {
-        return match element {
+        // SAFETY: as above.
+        return match unsafe { pg_sys::getBaseType(element) } {
             pg_sys::BOXOID => text.to_string(), // its arrays are separated by semicolons
             pg_sys::BOOLOID => format!("to_jsonb({text}::bool[])"),
             pg_sys::JSONOID | pg_sys::JSONBOID => format!("to_jsonb({text}::jsonb[])"),
@@ -150,7 +159,8 @@ fn value(type_oid: pg_sys::Oid, text: &str) -> String {
     match base {
         pg_sys::BOOLOID => format!("{text}::bool"),
         pg_sys::JSONOID | pg_sys::JSONBOID => format!("{text}::jsonb"),
-        number if is_number(number) => format!("{text}::numeric"),
+        // jsonb has no infinite numbers and no NaN; to_jsonb makes strings of them.
+        number if is_number(number) => format!("to_jsonb({text}::numeric)"),
         _ => text.to_string(),
     }
 }

@@ -34,14 +34,17 @@ static TICK: Statement = Statement::new(
     &[pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::TEXTOID, pg_sys::INT8OID, pg_sys::OIDARRAYOID],
 );
 
-/// Makes a tick if something was committed since the last; answers whether it did. For the worker, inside a transaction of its own that has written nothing.
-/// Does not wait: where another session holds the tick lock, that one ticks.
+/// Makes a tick if something was committed since the last. For the worker, inside a transaction of its own that has written nothing. Answers false, since one
+/// tick takes everything there is. Does not wait: where another session holds the tick lock, that one ticks.
 pub fn step() -> bool {
     refuse_written();
     connect(|session| {
         let _owner = Identity::owner();
-        lock(true) && advance(session).1
-    })
+        if lock(true) {
+            advance(session);
+        }
+    });
+    false
 }
 
 /// `stint.tick()`.
@@ -52,25 +55,25 @@ fn tick() -> i64 {
     connect(|session| {
         let _owner = Identity::owner();
         lock(false);
-        advance(session).0
+        advance(session)
     })
 }
 
-/// The last position and whether a tick was made for it. The tick lock is held.
-fn advance(session: &Session) -> (i64, bool) {
+/// Makes a tick if there is something to give positions to, and answers the last position. The tick lock is held.
+fn advance(session: &Session) -> i64 {
     let previous = session.run(&PREVIOUS, &[]);
     if previous.is_empty() {
-        return (0, false); // no state table was ever declared
+        return 0; // no state table was ever declared
     }
     let (epoch, before, end, number): (i32, String, i64, i64) = (previous.must(0, 1), previous.must(0, 2), previous.must(0, 3), previous.must(0, 4));
     let changed = session.run(&CHANGED, &[arg(epoch), arg(before)]);
     let count: i64 = changed.must(0, 2);
     if count == 0 {
-        return (end, false);
+        return end;
     }
     let snapshot: String = changed.must(0, 1);
     session.run(&TICK, &[arg(epoch), arg(number + 1), arg(snapshot), arg(end + count), changed.lift(0, 3)]);
-    (end + count, true)
+    end + count
 }
 
 fn refuse_written() {

@@ -158,14 +158,14 @@ fn images_after(
             _ => errors::invalid("one of the arguments \"tag\" and \"pos\" must be given", "Write tag => 'name' or pos => number."),
         };
         let captured = !point.is_empty() && {
-            let found = session.read(&CAPTURED, &[arg(relation), point.lift(0, 1), point.lift(0, 3)]);
+            let found = session.read(&CAPTURED, &[arg(relation), arg(point.must::<i32>(0, 1)), point.lift(0, 3)]);
             !found.is_empty() && found.must(0, 1)
         };
         if !captured {
             errors::invalid(format!("{name} was not a state table yet at that point"), "Give a tag or a position made after stint.create_state.")
         }
-        let bound = point.lift(0, 4).or_else(|| arg(0_i64));
-        let rows = session.read(&IMAGES, &[arg(relation), point.lift(0, 1), point.lift(0, 2), point.lift(0, 3), bound]);
+        let bound = point.get::<i64>(0, 4).unwrap_or(0);
+        let rows = session.read(&IMAGES, &[arg(relation), arg(point.must::<i32>(0, 1)), point.lift(0, 2), point.lift(0, 3), arg(bound)]);
         (0..rows.len()).map(|row| (rows.must(row, 1), rows.get(row, 2))).collect::<Vec<_>>()
     });
     TableIterator::new(images)

@@ -36,7 +36,7 @@ pub fn make(session: &Session, comment: Option<&str>) -> i64 {
         Some(own) => stint_core::snapshot::with_running(&seen, &own).unwrap_or_else(|| errors::internal("a snapshot could not be read")),
         None => seen,
     };
-    session.run(&PIN, &[now.lift(0, 1), arg(snapshot), comment.and_then(arg)]).must(0, 1)
+    session.run(&PIN, &[arg(now.must::<i32>(0, 1)), arg(snapshot), comment.and_then(arg)]).must(0, 1)
 }
 
 /// `stint.pin`.

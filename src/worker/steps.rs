@@ -33,5 +33,6 @@ pub const STEPS: &[Step] = &[
     Step { name: "promote", when: When::Round, run: queue::promote::step },
     Step { name: "expire keys", when: When::Round, run: queue::keys::step },
     Step { name: "tick", when: When::RoundAndBell, run: changelog::tick::step },
+    Step { name: "trim consumers", when: When::Round, run: changelog::consumer::step },
     Step { name: "doorbells", when: When::Bell, run: doorbells::step },
 ];
