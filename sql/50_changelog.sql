@@ -120,7 +120,7 @@ COMMENT ON COLUMN stint.consumers.lag IS 'positions between it and the last tick
 COMMENT ON COLUMN stint.consumers.committed_at IS 'time of its last commit, null before the first';
 REVOKE ALL ON stint.consumers FROM PUBLIC;
 
-CREATE FUNCTION stint.image(VARIADIC "values" "any") RETURNS text[]
+CREATE FUNCTION stint.image(VARIADIC parts "any") RETURNS text[]
     LANGUAGE c STABLE PARALLEL SAFE AS 'MODULE_PATHNAME', 'image_wrapper';
 COMMENT ON FUNCTION stint.image("any") IS
 'The text of each value, by its type''s output function under fixed settings (DateStyle, TimeZone, IntervalStyle, extra_float_digits, bytea_output), so that the text is the same

@@ -95,16 +95,21 @@ impl Drop for Session {
     }
 }
 
-/// Generic plans while it lives: the user's `force_custom_plan` would plan every call anew.
-struct GenericPlans(i32);
+/// Generic plans without just-in-time compilation while it lives. The user's `force_custom_plan` would plan every call anew; and a plan is kept for calls of
+/// every size, so one that a large batch made must not be compiled again, tens of milliseconds long, at each small one.
+struct GenericPlans {
+    cache_mode: i32,
+    jit: bool,
+}
 
 impl GenericPlans {
     fn set() -> Self {
-        // SAFETY: a plain int of this backend.
+        // SAFETY: plain variables of this backend.
         unsafe {
-            let before = pg_sys::plan_cache_mode;
+            let before = GenericPlans { cache_mode: pg_sys::plan_cache_mode, jit: pg_sys::jit_enabled };
             pg_sys::plan_cache_mode = pg_sys::PlanCacheMode::PLAN_CACHE_MODE_FORCE_GENERIC_PLAN as i32;
-            GenericPlans(before)
+            pg_sys::jit_enabled = false;
+            before
         }
     }
 }
@@ -112,7 +117,10 @@ impl GenericPlans {
 impl Drop for GenericPlans {
     fn drop(&mut self) {
         // SAFETY: as above.
-        unsafe { pg_sys::plan_cache_mode = self.0 };
+        unsafe {
+            pg_sys::plan_cache_mode = self.cache_mode;
+            pg_sys::jit_enabled = self.jit;
+        }
     }
 }
 

@@ -168,7 +168,7 @@ fn drop_state(relation: Option<pg_sys::Oid>) {
     crate::shmem::required();
     let identity = Identity::owner();
     spi::connect(|session| {
-        let relation = Relation::load(session, oid);
+        let relation = Relation::load_unfit(session, oid);
         rights::require_ownership(session, &relation, identity.caller());
         session.execute_once(&format!("LOCK TABLE {} IN SHARE ROW EXCLUSIVE MODE", relation.qualified));
         let rows = session.run(&DELETE, &[arg(oid)]);

@@ -52,6 +52,8 @@ pub enum Steps {
 pub struct After {
     /// Whether there is anything to do.
     pub hit: Lazy,
+    /// The tombstones as text.
+    pub tombstones: Lazy,
     /// Deletes rows older than their tombstone.
     pub remove: Option<Lazy>,
     /// Sets back groups older than the tombstone's.
@@ -70,6 +72,7 @@ impl Steps {
                 folded: Lazy::new(folded),
                 after: after.map(|after| After {
                     hit: Lazy::new(after.hit),
+                    tombstones: Lazy::new(after.tombstones),
                     remove: after.remove.map(Lazy::new),
                     adjust: after.adjust.map(Lazy::new),
                     forget: Lazy::new(after.forget),
@@ -95,8 +98,8 @@ pub struct Plans {
     pub keys: Vec<String>,
     /// Whether deletes may change rows instead of removing them.
     pub retracts: bool,
-    /// Counts rows and distinct keys, and finds a null in a key.
-    pub check_keys: Lazy,
+    /// Counts the distinct keys.
+    pub count_keys: Lazy,
     upsert: Steps,
     delete: Steps,
     retract: Steps,
@@ -136,7 +139,7 @@ impl Plans {
             fields: names(&mut (0..table.columns.len()).filter(|index| table.columns[*index].written)),
             keys: names(&mut table.key.iter().copied()),
             retracts: declaration.deletes == stint_core::state::declare::Deletes::Retract,
-            check_keys: Lazy::new(compile::check_keys(&table)),
+            count_keys: Lazy::new(compile::count_keys(&table)),
             upsert: steps(Kind::Upsert),
             delete: steps(Kind::Delete),
             retract: steps(Kind::Retract),

@@ -17,11 +17,11 @@ static TABLE: Statement = Statement::new(
 );
 
 static COLUMNS: Statement = Statement::new(
-    c"SELECT a.attname::text, quote_ident(a.attname), a.attnum, a.atttypid, format_type(a.atttypid, a.atttypmod),
+    c"SELECT a.attname::text, quote_ident(a.attname), a.atttypid, format_type(a.atttypid, a.atttypmod),
              CASE WHEN a.attcollation <> 0 AND a.attcollation <> t.typcollation
                   THEN (SELECT format('%I.%I', n.nspname, l.collname) FROM pg_collation l JOIN pg_namespace n ON n.oid = l.collnamespace
                         WHERE l.oid = a.attcollation) END,
-             a.attgenerated <> '', a.attidentity::text, a.attnotnull,
+             a.attgenerated <> '', a.attidentity::text,
              (SELECT k.place FROM pg_index i, unnest(i.indkey::int2[]) WITH ORDINALITY k (attnum, place)
               WHERE i.indrelid = a.attrelid AND i.indisprimary AND k.attnum = a.attnum)
       FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid
@@ -37,8 +37,6 @@ pub struct Column {
     pub name: String,
     /// Its name as SQL writes it.
     pub quoted: String,
-    /// Its number in the table.
-    pub attnum: i16,
     /// Its type.
     pub type_oid: pg_sys::Oid,
     /// Its type as SQL writes it, with modifiers, under `search_path = pg_catalog, pg_temp`.
@@ -49,8 +47,6 @@ pub struct Column {
     pub generated: bool,
     /// Whether it is an identity column: `a` GENERATED ALWAYS, `d` BY DEFAULT.
     pub identity: Option<char>,
-    /// Whether it is declared NOT NULL.
-    pub not_null: bool,
 }
 
 /// A table that can hold state: an ordinary or partitioned permanent table with an immediate primary key.
@@ -77,6 +73,19 @@ pub struct Relation {
 impl Relation {
     /// Reads the table from the catalogue; raises an error that says why it cannot hold state.
     pub fn load(session: &Session, oid: pg_sys::Oid) -> Relation {
+        let (relation, refusal) = Self::read(session, oid);
+        if let Some((code, reason, hint)) = refusal {
+            Fault::new(code, format!("{} cannot be a state table: {reason}", relation.qualified)).hint(hint).raise();
+        }
+        relation
+    }
+
+    /// Reads a table that may have become unfit to hold state, to take it out of service.
+    pub fn load_unfit(session: &Session, oid: pg_sys::Oid) -> Relation {
+        Self::read(session, oid).0
+    }
+
+    fn read(session: &Session, oid: pg_sys::Oid) -> (Relation, Option<Refusal>) {
         let rows = session.run(&TABLE, &[arg(oid)]);
         if rows.is_empty() {
             Fault::new(PgSqlErrorCode::ERRCODE_UNDEFINED_TABLE, format!("relation with oid {} does not exist", oid.to_u32()))
@@ -87,7 +96,7 @@ impl Relation {
         let name: String = rows.must(0, 2);
         let qualified: String = rows.must(0, 3);
         let kind: String = rows.must(0, 5);
-        let what = refusal(&Facts {
+        let refusal = refusal(&Facts {
             kind: &kind,
             persistence: &rows.must::<String>(0, 6),
             partition: rows.must(0, 7),
@@ -97,33 +106,29 @@ impl Relation {
             immediate_key: rows.get(0, 11),
             row_security: rows.must(0, 12),
         });
-        if let Some((code, reason, hint)) = what {
-            Fault::new(code, format!("{qualified} cannot be a state table: {reason}")).hint(hint).raise();
-        }
         let owner = rows.must(0, 4);
 
         let rows = session.run(&COLUMNS, &[arg(oid)]);
         let mut columns = Vec::with_capacity(rows.len());
         let mut key = Vec::new();
         for row in 0..rows.len() {
-            if let Some(place) = rows.get::<i64>(row, 10) {
+            if let Some(place) = rows.get::<i64>(row, 8) {
                 key.push((place, row));
             }
             columns.push(Column {
                 name: rows.must(row, 1),
                 quoted: rows.must(row, 2),
-                attnum: rows.must(row, 3),
-                type_oid: rows.must(row, 4),
-                type_name: rows.must(row, 5),
-                collation: rows.get(row, 6),
-                generated: rows.must(row, 7),
-                identity: rows.get::<String>(row, 8).and_then(|text| text.chars().next()),
-                not_null: rows.must(row, 9),
+                type_oid: rows.must(row, 3),
+                type_name: rows.must(row, 4),
+                collation: rows.get(row, 5),
+                generated: rows.must(row, 6),
+                identity: rows.get::<String>(row, 7).and_then(|text| text.chars().next()),
             });
         }
         key.sort_unstable();
         let key = key.into_iter().map(|(_, column)| column).collect();
-        Relation { oid, schema, name, qualified, owner, partitioned: kind == "p", columns, key }
+        let relation = Relation { oid, schema, name, qualified, owner, partitioned: kind == "p", columns, key };
+        (relation, refusal)
     }
 
     /// The key's columns, in key order.
@@ -131,6 +136,9 @@ impl Relation {
         self.key.iter().map(|index| &self.columns[*index])
     }
 }
+
+/// SQLSTATE, reason and hint.
+type Refusal = (PgSqlErrorCode, &'static str, &'static str);
 
 /// What decides whether a table can hold state.
 struct Facts<'a> {
@@ -145,7 +153,7 @@ struct Facts<'a> {
 }
 
 /// Why such a table cannot hold state, and what to do.
-fn refusal(facts: &Facts<'_>) -> Option<(PgSqlErrorCode, &'static str, &'static str)> {
+fn refusal(facts: &Facts<'_>) -> Option<Refusal> {
     use PgSqlErrorCode::*;
     let other = match facts.kind {
         "r" | "p" => None,

@@ -64,15 +64,15 @@ MERGES = [
     ([[OBJECT]], "upsert", "22023", "row 1 for public.goods is a JSON array", "object"),
     ([OBJECT, {"id": 2, "nmae": 1}], "upsert", "42703", 'column "nmae" of public.goods, named in row 2', '"name"'),
     ([{"id": 1, "é\"'": 1}], "upsert", "42703", "é\"'", "columns are"),
-    ([OBJECT, {"name": "x"}], "upsert", "23502", 'row 2 for public.goods has no key column "id"', "id"),
-    ([OBJECT, {"id": None}], "upsert", "23502", "row 2 for public.goods has a null in its primary key", "id"),
-    ([{"name": "x"}], "delete", "23502", 'row 1 for public.goods has no key column "id"', "id"),
+    ([OBJECT, {"name": "x"}], "upsert", "23502", 'row 2 for public.goods has no value for key column "id"', "id"),
+    ([OBJECT, {"id": None}], "upsert", "23502", 'row 2 for public.goods has no value for key column "id"', "id"),
+    ([{"name": "x"}], "delete", "23502", 'row 1 for public.goods has no value for key column "id"', "id"),
     ([{"id": None}], "delete", "23502", "row 1", "id"),
     ([OBJECT, {"id": 2, "twice": 4}], "upsert", "428C9", 'row 2 names column "twice"', "Leave"),
     ([{"id": n} for n in range(10_001)], "upsert", "54000", "10001 elements", "stint.max_batch"),
-    ([OBJECT, {"id": 2, "price": "abc"}], "upsert", "22P02", "abc", None),
-    ([OBJECT, {"id": 2, "at": "infinityy"}], "upsert", "22007", "infinityy", None),
-    ([OBJECT, {"id": 99999999999}], "upsert", "22003", "99999999999", None),
+    ([OBJECT, {"id": 2, "price": "abc"}], "upsert", "22P02", "abc", "type reads"),
+    ([OBJECT, {"id": 2, "at": "infinityy"}], "upsert", "22007", "infinityy", "type reads"),
+    ([OBJECT, {"id": 99999999999}], "upsert", "22003", "99999999999", "type reads"),
 ]
 
 

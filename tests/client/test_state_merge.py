@@ -86,6 +86,22 @@ def test_a_paimon_case_gives_its_rows_in_every_split(conn, case_id):
             conn.execute("ROLLBACK")
 
 
+@pytest.mark.parametrize("case_id", ["PU-10", "PU-11", "DD-03"])
+def test_a_paimon_case_gives_its_changelog(conn, case_id):
+    case = CASES[case_id]
+    names = declare(conn, case)
+    expected = case.get("expected_changelog_if_option_true", case["expected_changelog"])
+    position = 0
+    for batch, events in itertools.groupby(case["inputs"], key=lambda event: event["batch"]):
+        for kind, rows in calls(list(events), ()):
+            merge(conn, "cases", [dict(zip(names, row)) for row in rows], kind)
+        conn.execute("SELECT stint.tick()")
+        changes = conn.execute("SELECT pos, kind, before, after FROM stint.changes('cases', %s)", (position,)).fetchall()
+        position = changes[-1][0] if changes else position
+        seen = [(kind, [(before if kind in ("-U", "-D") else after)[name] for name in names]) for _, kind, before, after in changes]
+        assert seen == [(change["kind"], change["row"]) for change in expected if change["batch"] == batch], batch
+
+
 def test_partial_update_refuses_deletes_it_was_not_told_about(conn):
     case = CASES["PU-13"]
     names = declare(conn, case)
@@ -270,5 +286,8 @@ def test_a_declaration_follows_its_table(conn):
     conn.execute("ALTER TABLE store.goods DROP COLUMN at")
     with pytest.raises(Exception, match='column "at" of store.goods does not exist'):
         merge(conn, "store.goods", [{"id": 1}])
+    conn.execute("ALTER TABLE store.goods DROP CONSTRAINT goods_pkey; SELECT stint.drop_state('store.goods')")
+    conn.execute("ALTER TABLE store.goods ADD PRIMARY KEY (id); SELECT stint.create_state('store.goods', 'deduplicate', sequence => '{label}')")
     conn.execute("DROP TABLE store.goods CASCADE")
+    assert conn.execute("SELECT to_regclass('store.goods_tombstones')").fetchone() == (None,)
     assert conn.execute("SELECT count(*) FROM stint.states").fetchone() == (0,)

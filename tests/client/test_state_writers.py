@@ -143,3 +143,31 @@ def test_deletes_and_upserts_at_once_end_as_the_newest_of_each_key(connect):
     for join in [in_thread(write, part, connect()) for part in parts]:
         join()
     assert dict(conn.execute("SELECT id, at FROM hot").fetchall()) == {key: at for key, (at, gone) in newest.items() if not gone}
+
+
+def test_a_fixed_snapshot_that_cannot_see_the_tombstone_or_the_row_fails(connect):
+    one, two = connect(), connect()
+    one.execute("CREATE TABLE goods (id int PRIMARY KEY, at int)")
+    one.execute("SELECT stint.create_state('goods', 'deduplicate', sequence => ARRAY['at'])")
+    merge(one, "goods", [{"id": 1, "at": 1}])
+    for other, other_kind, ours, our_kind in (
+        ({"id": 1, "at": 5}, "delete", {"id": 1, "at": 3}, "upsert"),
+        ({"id": 1, "at": 6}, "upsert", {"id": 1, "at": 7}, "delete"),
+        ({"id": 2, "at": 6}, "upsert", {"id": 2, "at": 7}, "delete"),
+    ):
+        two.execute("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT 1 FROM goods")
+        merge(one, "goods", [other], other_kind)
+        try:
+            merge(two, "goods", [ours], our_kind)
+        except Exception as error:  # noqa: BLE001
+            assert error.sqlstate == "40001", error
+        else:
+            raise AssertionError("not refused")
+        finally:
+            two.execute("ROLLBACK")
+    two.execute("BEGIN ISOLATION LEVEL SERIALIZABLE")
+    assert merge(two, "goods", [{"id": 1, "at": 7}]) == (0, 1, 0, 0, 0)
+    assert merge(two, "goods", [{"id": 1, "at": 8}, {"id": 3, "at": 8}], "delete") == (0, 0, 1, 1, 0)
+    assert merge(two, "goods", [{"id": 3, "at": 7}, {"id": 1, "at": 9}]) == (1, 0, 0, 0, 1)
+    two.execute("COMMIT")
+    assert rows_of(one, "goods") == [[1, 9], [2, 6]]

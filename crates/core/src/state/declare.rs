@@ -379,7 +379,7 @@ mod tests {
     #[test]
     fn a_group_is_read_in_both_spellings() {
         let groups = check("partial-update", None, Some(r#"{"seq, other": {"fields": ["price"], "on_delete": "remove"}, "a,b": ["stock"]}"#), None);
-        let Ok(Declaration { engine: Engine::PartialUpdate { groups }, .. }) = groups else { panic!("{groups:?}") };
+        let Ok(Declaration { engine: Engine::PartialUpdate { groups }, .. }) = groups else { unreachable!("{groups:?}") };
         assert_eq!(groups.len(), 2);
         assert!(groups.contains(&Group { sequence: vec![3, 4], fields: vec![1], remove: true }));
         assert!(groups.contains(&Group { sequence: vec![7], fields: vec![2], remove: false }));
@@ -389,7 +389,7 @@ mod tests {
     fn what_cannot_work_is_refused_with_its_name() {
         let told = |engine: &str, sequence: Option<&[&str]>, groups, deletes| match check(engine, sequence, groups, deletes) {
             Err(refusal) => format!("{} / {}", refusal.message, refusal.hint),
-            Ok(declared) => panic!("{declared:?}"),
+            Ok(declared) => unreachable!("{declared:?}"),
         };
         assert_eq!(told("deduplicat", None, None, None), "engine \"deduplicat\" does not exist / Did you mean \"deduplicate\"?");
         assert_eq!(told("deduplicate", Some(&["seqq"]), None, None), "column \"seqq\" of shop.goods does not exist / Did you mean \"seq\"?");
