@@ -13,6 +13,7 @@ must come out the same.
 """
 
 import json
+import os
 import re
 import sys
 
@@ -326,7 +327,7 @@ def read(path):
     """Findings, input tokens and output tokens of the document at `path`."""
     with open(path, "rb") as file:
         raw = file.read()
-    findings = parse(decode(raw))
+    findings = {"package": os.path.basename(os.path.dirname(path)), **parse(decode(raw))}
     return findings, tokens(len(raw)), tokens(len(json.dumps(findings, ensure_ascii=False)))
 
 
