@@ -51,4 +51,7 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except psycopg.Error as trouble:
+        sys.exit(f"facts: {trouble}")

@@ -4,18 +4,36 @@
 \pset border 1
 \pset linestyle unicode
 \pset footer off
+\pset pager off
 \pset null '–'
 set client_min_messages = warning;
 
 \echo
 \echo '━━━ Licence audit ━━━'
-\echo 'Each document is a task; a reader really parses it, then waits as long as a model reading' :read_pace 'tokens/s would.'
-\echo 'Tokens: a quarter of the real text lengths. Cost: $' :price_in 'per million tokens in, $' :price_out 'out.'
+\echo
+\pset tuples_only on
+\pset format unaligned
+select format(E'%s documents, %s, read by %s workers in %s s: %s a second\n'
+              '%s tokens, $%s; %s attempts lapsed and were recovered; %s callbacks repeated or late were refused',
+    count(distinct id) filter (where outcome = 'completed'),
+    (select pg_size_pretty(sum((payload->>'bytes')::bigint)) from stint.task_payloads where queue = 'extract'),
+    count(distinct worker),
+    round(extract(epoch from max(finished_at) - min(started_at)), 1),
+    round(count(distinct id) filter (where outcome = 'completed') / extract(epoch from max(finished_at) - min(started_at)), 1),
+    to_char(sum(input_tokens) + sum(output_tokens), 'FM999,999,999'), round(sum(model_cost), 2),
+    count(*) filter (where outcome = 'lapsed'),
+    (select count(*) from callbacks where not first))
+from stint.attempts where queue = 'extract';
+\pset format aligned
+\pset tuples_only off
+\echo
+\echo 'A reader really parses the document, then waits as long as a model reading' :read_pace 'tokens/s would.'
+\echo 'A token is four bytes of the real texts. Dollars per million tokens:' :price_in 'in,' :price_out 'out.'
 \echo
 \echo '── The queues: where every task stands'
 select queue, scheduled, ready, running, completed, failed, cancelled from stint.queue_stats order by queue;
 
-\echo '── Trouble: a worker killed in mid-task, one that lets leases lapse; the maintenance worker takes the tasks back'
+\echo '── Trouble: one worker is killed, one oversleeps; the maintenance worker takes their tasks back'
 select p.payload->>'package' as package, l.attempt, l.worker as "lapsed with",
        case when exists (select from kills k where k.id = l.id and k.attempt = l.attempt) then 'killed' else 'overslept' end as why,
        n.worker as "finished by", n.attempt as "in attempt",
@@ -27,8 +45,8 @@ left join lateral (select * from stint.attempts a
 where l.queue = 'extract' and l.outcome = 'lapsed'
 order by l.started_at;
 
-\echo '── Callbacks: one accepted answer per task, whatever is sent twice or too late (as the workers were answered)'
-select call, outcome, first, count(*) as answers, string_agg(distinct worker, ' ' order by worker) as workers
+\echo '── Callbacks, as the workers were answered: one is accepted per task, whatever comes twice or late'
+select call, outcome, case when first then 'accepted' else 'refused' end as "the answer was", count(*) as answers, string_agg(distinct worker, ' ' order by worker) as workers
 from callbacks group by call, outcome, first order by call desc, answers desc;
 
 \echo '── Tokens and cost by agent, lapsed attempts included'
@@ -59,7 +77,7 @@ from samples s, stint.budgets b
 where b.budget = 'readers' and s.ready > 0
 group by b.max_running, b.max_tokens;
 
-\echo '── Two writers, one table: each fills its own columns; what is repeated or out of date changes nothing'
+\echo '── Two writers, one table: each fills its own columns; repeated or stale rows change nothing'
 select writer, pass, count(*) as calls, sum(inserted) as inserted, sum(updated) as updated, sum(unchanged) as unchanged,
        sum(late) as late
 from merges group by writer, pass order by writer desc, min(ctid);
@@ -88,7 +106,7 @@ from packages;
 
 \echo '── The consumer of the changelog: reviews asked for packages under' :watched_licence '(the first five)'
 select p.payload->>'package' as package, p.payload->>'pos' as "at position", t.status,
-       (select string_agg(l, ', ') from (select jsonb_array_elements_text(p.payload->'licences') l limit 5) some) as licences
+       (select string_agg(l, ', ') from (select jsonb_array_elements_text(p.payload->'licences') l limit 5) as head) as licences
 from stint.tasks t join stint.task_payloads p using (queue, id)
 where queue = 'review' order by (p.payload->>'pos')::bigint limit 5;
 

@@ -48,4 +48,7 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except psycopg.Error as trouble:
+        sys.exit(f"reviews: {trouble}")

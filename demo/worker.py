@@ -125,4 +125,7 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except psycopg.Error as trouble:
+        sys.exit(f"{sys.argv[1]}: {trouble}")
