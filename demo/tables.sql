@@ -5,7 +5,7 @@
 set client_min_messages = warning;
 \o /dev/null
 
-create extension pg_stint;
+create extension if not exists pg_stint;
 
 select stint.create_budget('readers', max_running => :budget_running, max_tokens => :budget_tokens);
 
