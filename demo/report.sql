@@ -46,7 +46,8 @@ where l.queue = 'extract' and l.outcome = 'lapsed'
 order by l.started_at;
 
 \echo '── Callbacks, as the workers were answered: one is accepted per task, whatever comes twice or late'
-select call, outcome, case when first then 'accepted' else 'refused' end as "the answer was", count(*) as answers, string_agg(distinct worker, ' ' order by worker) as workers
+select call, outcome, case when first then 'accepted' else 'refused' end as "the answer was", count(*) as answers,
+       string_agg(distinct worker, ' ' order by worker) as workers
 from callbacks group by call, outcome, first order by call desc, answers desc;
 
 \echo '── Tokens and cost by agent, lapsed attempts included'

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # What the demonstration assumes, in one place; `run` exports it to every process and the report prints it.
 # An already exported variable wins.
 
