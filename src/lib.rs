@@ -1,3 +1,34 @@
-//! pg_stint.
+//! pg_stint: the queue and state primitives of agent work as plain SQL functions. This file is the table of contents: the modules, the SQL files in the order
+//! they install, and what happens when the library is loaded. Nouns (tables, views, grants, COMMENTs) are in `sql/`, verbs are in the modules here, and what
+//! needs no server is in `crates/core`.
+
+mod budget;
+mod errors;
+mod guc;
+mod input;
+mod queue;
+mod shmem;
+mod spi;
+mod values;
+mod xact;
+
+use pgrx::prelude::*;
+
 pgrx::pg_module_magic!(name, version);
-pgrx::extension_sql!("CREATE SCHEMA stint;", name="boot", bootstrap);
+
+extension_sql_file!("../sql/00_schema.sql", name = "schema", bootstrap);
+extension_sql_file!("../sql/10_queue_tables.sql", name = "queue_tables", requires = ["schema"]);
+extension_sql_file!("../sql/20_queue_views.sql", name = "queue_views", requires = ["queue_tables"]);
+extension_sql_file!("../sql/30_queue_verbs.sql", name = "queue_verbs", requires = ["queue_tables", "queue_views"]);
+extension_sql_file!("../sql/80_check.sql", name = "check", requires = ["queue_verbs"]);
+
+/// Settings always; shared memory, callbacks and the launcher only while the server starts, since they cannot be had later.
+#[pg_guard]
+extern "C-unwind" fn _PG_init() {
+    guc::init();
+    // SAFETY: a flag of the postmaster.
+    if unsafe { pg_sys::process_shared_preload_libraries_in_progress } {
+        shmem::init();
+        xact::init();
+    }
+}

@@ -1,1 +1,7 @@
-//! core
+//! The parts of pg_stint that need no server: arithmetic, decisions and compilers, each with its property tests.
+
+pub mod backoff;
+pub mod budget;
+pub mod ids;
+pub mod names;
+pub mod verdict;

@@ -1,0 +1,204 @@
+-- The queue's tables. The hot ones have no CHECK constraints: PostgreSQL reads a constraint's expression anew at every statement; stint.check() knows the rules.
+--
+-- A task's facts never change; its place does: a live task has one row in exactly one of place_ready, place_scheduled and place_running,
+-- and moving it is a delete and an insert of a narrow row. A finished task has one row in task_outcomes, and each attempt leaves one in task_attempts when it
+-- ends. Nobody but the verbs writes here; users read the views of 20_queue_views.sql.
+
+CREATE TABLE stint.queue_config (
+    queue           text COLLATE "C" PRIMARY KEY,
+    number          int GENERATED ALWAYS AS IDENTITY UNIQUE,
+    lease_for       interval NOT NULL,
+    max_attempts    int NOT NULL,
+    backoff_base    interval NOT NULL,
+    backoff_factor  double precision NOT NULL,
+    backoff_max     interval NOT NULL,
+    backoff_jitter  double precision NOT NULL,
+    budgets         text[] COLLATE "C" NOT NULL,
+    key_retention   interval NOT NULL,
+    late_result     text NOT NULL CHECK (late_result IN ('accept', 'reject')),
+    notify          boolean NOT NULL,
+    comment         text,
+    created_at      timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE stint.queue_config IS 'Queues and their settings; made by stint.create_queue';
+
+CREATE TABLE stint.budget_config (
+    budget          text COLLATE "C" PRIMARY KEY,
+    number          int GENERATED ALWAYS AS IDENTITY UNIQUE,
+    max_running     int,
+    max_tokens      bigint,
+    default_tokens  bigint,
+    created_at      timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE stint.budget_config IS 'Budgets and their limits; made by stint.create_budget. What is in use of them is derived from stint.place_running';
+
+-- One lane for each set of budgets that tasks of a queue name themselves; what the queue itself draws on is added at claim, so it can change.
+CREATE TABLE stint.lanes (
+    queue           text COLLATE "C" NOT NULL,
+    lane            int GENERATED ALWAYS AS IDENTITY,
+    budgets         int[] NOT NULL,
+    PRIMARY KEY (queue, lane),
+    UNIQUE (queue, budgets)
+);
+COMMENT ON TABLE stint.lanes IS 'The lines tasks wait in: one for each queue and set of budgets';
+
+CREATE TABLE stint.task_facts (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    lane            int NOT NULL,
+    priority        int NOT NULL,
+    max_attempts    int,
+    tokens          bigint,
+    enqueued_at     timestamptz NOT NULL,
+    run_at          timestamptz,
+    lease_for       interval,
+    agent           text COLLATE "C",
+    key             text COLLATE "C",
+    labels          jsonb,
+    payload         jsonb NOT NULL,
+    PRIMARY KEY (queue, id)
+);
+COMMENT ON TABLE stint.task_facts IS 'What a task was when it was enqueued; insert-only';
+
+CREATE SEQUENCE stint.task_seq;
+COMMENT ON SEQUENCE stint.task_seq IS 'The order in which tasks became ready';
+
+CREATE TABLE stint.place_ready (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    lane            int NOT NULL,
+    priority        int NOT NULL,
+    seq             bigint NOT NULL DEFAULT nextval('stint.task_seq'),
+    tokens          bigint,
+    attempt         int NOT NULL,
+    counted         int NOT NULL,
+    PRIMARY KEY (queue, id)
+);
+CREATE UNIQUE INDEX place_ready_order ON stint.place_ready (queue, lane, priority DESC, seq);
+COMMENT ON TABLE stint.place_ready IS 'Tasks that may be claimed. attempt: the number of the last attempt; counted: attempts that count against max_attempts';
+
+CREATE TABLE stint.place_scheduled (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    lane            int NOT NULL,
+    priority        int NOT NULL,
+    run_at          timestamptz NOT NULL,
+    tokens          bigint,
+    attempt         int NOT NULL,
+    counted         int NOT NULL,
+    PRIMARY KEY (queue, id)
+);
+CREATE INDEX place_scheduled_due ON stint.place_scheduled (run_at);
+COMMENT ON TABLE stint.place_scheduled IS 'Tasks that wait for a time: delayed ones and retries';
+
+-- extended_until is in no index, so that a heartbeat is a heap-only update; the sweep finds the row by expires_at and looks at both.
+CREATE TABLE stint.place_running (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    lease           uuid NOT NULL,
+    lane            int NOT NULL,
+    priority        int NOT NULL,
+    seq             bigint NOT NULL,
+    tokens          bigint,
+    attempt         int NOT NULL,
+    counted         int NOT NULL,
+    started_at      timestamptz NOT NULL,
+    expires_at      timestamptz NOT NULL,
+    extended_until  timestamptz,
+    cancel_requested boolean NOT NULL DEFAULT false,
+    budgets         int[],
+    reserved        bigint[],
+    worker          text COLLATE "C" NOT NULL,
+    run_id          text COLLATE "C",
+    trace_id        text COLLATE "C",
+    reason          text,
+    progress        jsonb,
+    PRIMARY KEY (queue, id)
+) WITH (fillfactor = 80);
+CREATE INDEX place_running_expiry ON stint.place_running (expires_at);
+COMMENT ON TABLE stint.place_running IS 'Tasks under a lease, with what they reserve of each budget. Leases are secrets: no view shows this table''s lease column';
+
+CREATE TABLE stint.task_attempts (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    attempt         int NOT NULL,
+    lease           uuid NOT NULL,
+    started_at      timestamptz NOT NULL,
+    ended_at        timestamptz NOT NULL,
+    ended           text COLLATE "C" NOT NULL,
+    worker          text COLLATE "C" NOT NULL,
+    error           text,
+    run_id          text COLLATE "C",
+    trace_id        text COLLATE "C",
+    model           text COLLATE "C",
+    input_tokens    bigint,
+    cached_tokens   bigint,
+    output_tokens   bigint,
+    model_cost      numeric,
+    compute_cost    numeric,
+    confidence      real,
+    meta            jsonb,
+    PRIMARY KEY (queue, id, attempt)
+);
+COMMENT ON TABLE stint.task_attempts IS 'Every ended attempt, with how it ended and the usage its callback reported; insert-only';
+
+-- Usage that came after the attempt had ended: a lapsed worker's callback. The key makes it once.
+CREATE TABLE stint.usage_late (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    attempt         int NOT NULL,
+    key             text COLLATE "C" NOT NULL,
+    recorded_at     timestamptz NOT NULL,
+    run_id          text COLLATE "C",
+    trace_id        text COLLATE "C",
+    model           text COLLATE "C",
+    input_tokens    bigint,
+    cached_tokens   bigint,
+    output_tokens   bigint,
+    model_cost      numeric,
+    compute_cost    numeric,
+    confidence      real,
+    meta            jsonb,
+    PRIMARY KEY (queue, id, attempt, key)
+);
+COMMENT ON TABLE stint.usage_late IS 'Usage reported after its attempt had ended, once for each attempt and key; insert-only';
+
+CREATE TABLE stint.task_outcomes (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    outcome         text COLLATE "C" NOT NULL,
+    attempt         int NOT NULL,
+    lease           uuid,
+    finished_at     timestamptz NOT NULL,
+    error           text,
+    result          jsonb,
+    PRIMARY KEY (queue, id)
+);
+COMMENT ON TABLE stint.task_outcomes IS 'How each finished task ended; insert-only';
+
+CREATE TABLE stint.task_keys (
+    queue           text COLLATE "C" NOT NULL,
+    key             text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    kept_until      timestamptz NOT NULL,
+    PRIMARY KEY (queue, key)
+);
+CREATE INDEX task_keys_expiry ON stint.task_keys (kept_until);
+COMMENT ON TABLE stint.task_keys IS 'Idempotency keys: at most one task for each queue and key while the key is kept';
+
+-- Everything a dump must carry. One statement each: the catalogue row changes with every call.
+SELECT pg_catalog.pg_extension_config_dump('stint.queue_config', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.queue_config_number_seq', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.budget_config', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.budget_config_number_seq', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.lanes', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.lanes_lane_seq', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.task_facts', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.task_seq', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.place_ready', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.place_scheduled', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.place_running', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.task_attempts', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.usage_late', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.task_outcomes', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.task_keys', '');

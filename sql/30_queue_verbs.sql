@@ -1,0 +1,250 @@
+-- The queue's verbs. Each is a function of the library (src/queue, src/budget); its COMMENT is its reference.
+
+CREATE FUNCTION stint.create_queue(
+    queue text,
+    lease_for interval DEFAULT '5 minutes',
+    max_attempts int DEFAULT 5,
+    backoff_base interval DEFAULT '10 seconds',
+    backoff_factor double precision DEFAULT 2,
+    backoff_max interval DEFAULT '1 hour',
+    backoff_jitter double precision DEFAULT 0.2,
+    budgets text[] DEFAULT '{}',
+    key_retention interval DEFAULT '7 days',
+    late_result text DEFAULT 'accept',
+    notify boolean DEFAULT true,
+    comment text DEFAULT NULL
+) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'create_queue_wrapper';
+REVOKE ALL ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text) IS
+'Makes a queue.
+lease_for: how long a claim holds a task unless the task or the claim says otherwise; longer than the worker''s worst pause.
+max_attempts: attempts that may fail or lapse before the task fails.
+backoff_base, backoff_factor, backoff_max, backoff_jitter: the wait after the n-th failure is base * factor^(n-1), at most max, give or take the share jitter (0 to 1).
+budgets: budgets every task of the queue draws on.
+key_retention: how long an idempotency key is kept at least; never shorter than its task lives.
+late_result: ''accept'' takes the result of a lapsed lease while nobody else has the task; ''reject'' does not.
+notify: whether changes ring the channel stint_queue (a coalesced doorbell sent by the maintenance worker, never by your transaction).
+Errors: 42710 the queue exists; 42704 unknown budget; 22023 a value out of its bounds.';
+
+CREATE FUNCTION stint.create_budget(
+    name text,
+    max_running int DEFAULT NULL,
+    max_tokens bigint DEFAULT NULL,
+    default_tokens bigint DEFAULT NULL
+) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'create_budget_wrapper';
+REVOKE ALL ON FUNCTION stint.create_budget(text, int, bigint, bigint) FROM PUBLIC;
+COMMENT ON FUNCTION stint.create_budget(text, int, bigint, bigint) IS
+'Makes a budget: a limit that tasks draw on, their queue''s budgets and their own together. All must have room for a task to be claimed, decided in one step.
+max_running: most tasks running at once; 0 closes the budget. max_tokens: most predicted tokens of running tasks together. Give at least one.
+default_tokens: what a task without a prediction counts as; without it such a task is refused where tokens are limited.
+Errors: 42710 the budget exists; 22023 a value out of its bounds.';
+
+CREATE FUNCTION stint.enqueue(
+    queue text,
+    payload jsonb,
+    priority int DEFAULT 0,
+    run_at timestamptz DEFAULT NULL,
+    delay interval DEFAULT NULL,
+    key text DEFAULT NULL,
+    agent text DEFAULT NULL,
+    tokens bigint DEFAULT NULL,
+    budgets text[] DEFAULT NULL,
+    max_attempts int DEFAULT NULL,
+    lease_for interval DEFAULT NULL,
+    labels jsonb DEFAULT NULL
+) RETURNS uuid
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'enqueue_wrapper';
+REVOKE ALL ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], int, interval, jsonb) FROM PUBLIC;
+COMMENT ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], int, interval, jsonb) IS
+'Adds a task to a queue and returns its id, a UUIDv7. The payload reaches the worker byte for byte as jsonb keeps it.
+priority: higher is claimed sooner. run_at or delay: not before that instant, or that long from now.
+key: at most one task for each queue and key while the key is kept; a repeat returns the id of the first and changes nothing.
+agent: who the work is for, for accounting. tokens: predicted tokens, reserved of every budget while the task runs.
+budgets: budgets it draws on beside its queue''s. max_attempts, lease_for: in place of the queue''s. labels: anything you want to find it by.
+Waits for: another transaction that holds the same key. Sends no NOTIFY.
+Errors: 42704 unknown queue or budget; 54000 over a limit, or a prediction above a budget''s capacity; 22023 a value out of its bounds.';
+
+CREATE FUNCTION stint.enqueue_many(
+    queue text,
+    tasks jsonb
+) RETURNS TABLE (ordinality int, id uuid, created boolean)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'enqueue_many_wrapper';
+REVOKE ALL ON FUNCTION stint.enqueue_many(text, jsonb) FROM PUBLIC;
+COMMENT ON FUNCTION stint.enqueue_many(text, jsonb) IS
+'Adds a batch of tasks, all or none. tasks: an array of objects whose fields are the arguments of stint.enqueue; payload must be there.
+Returns one row per element, in order; created is false where the element''s key was held, and id is then the first task''s.
+Use in FROM. Errors: as stint.enqueue, naming the element; 54000 more elements than stint.max_batch.';
+
+CREATE FUNCTION stint.claim(
+    queue text,
+    worker text,
+    max int DEFAULT 1,
+    lease_for interval DEFAULT NULL,
+    wait interval DEFAULT NULL
+) RETURNS TABLE (queue text, id uuid, attempt int, lease uuid, payload jsonb, priority int, agent text, tokens bigint, labels jsonb, enqueued_at timestamptz, expires_at timestamptz, expires_in_ms bigint)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'claim_wrapper';
+REVOKE ALL ON FUNCTION stint.claim(text, text, int, interval, interval) FROM PUBLIC;
+COMMENT ON FUNCTION stint.claim(text, text, int, interval, interval) IS
+'Takes at most max tasks under a lease each, by priority (descending), then enqueue order; only tasks whose budgets all have room.
+worker: who runs them, as shown in stint.tasks. lease_for: in place of the task''s or the queue''s.
+wait: sleep in the server until a task is there, at most so long (and at most stint.max_wait); one waiter is woken for each task. Give waiters a connection pool of their own.
+lease is a secret: it is the right to end this attempt. expires_in_ms counts from the claim.
+An empty claim writes nothing. Use in FROM. Never waits for other sessions'' rows.
+Errors: 42704 unknown queue; 25001 wait under REPEATABLE READ; 40001 under REPEATABLE READ when another session took the row; 0A000 when a transaction that claimed budgeted tasks is prepared.';
+
+CREATE FUNCTION stint.extend(
+    queue text,
+    id uuid,
+    lease uuid,
+    duration interval DEFAULT NULL,
+    progress jsonb DEFAULT NULL,
+    run_id text DEFAULT NULL,
+    trace_id text DEFAULT NULL
+) RETURNS TABLE (status text, expires_at timestamptz, expires_in_ms bigint)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'extend_wrapper';
+REVOKE ALL ON FUNCTION stint.extend(text, uuid, uuid, interval, jsonb, text, text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.extend(text, uuid, uuid, interval, jsonb, text, text) IS
+'The heartbeat: the lease now ends duration from now (by default as long as it was granted for).
+status: ''held''; ''cancel_requested'' (still held: stop, then fail or release); ''lost'' (another attempt may run: stop).
+progress, run_id, trace_id: kept and shown in stint.tasks and, for a worker that dies, in stint.attempts.
+A lease past its time that was not swept yet is extended. Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.complete(
+    queue text,
+    id uuid,
+    lease uuid,
+    result jsonb DEFAULT NULL,
+    run_id text DEFAULT NULL,
+    trace_id text DEFAULT NULL,
+    model text DEFAULT NULL,
+    input_tokens bigint DEFAULT NULL,
+    cached_tokens bigint DEFAULT NULL,
+    output_tokens bigint DEFAULT NULL,
+    model_cost numeric DEFAULT NULL,
+    compute_cost numeric DEFAULT NULL,
+    confidence real DEFAULT NULL,
+    meta jsonb DEFAULT NULL
+) RETURNS TABLE (outcome text, result jsonb, first boolean, status text)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'complete_wrapper';
+REVOKE ALL ON FUNCTION stint.complete(text, uuid, uuid, jsonb, text, text, text, bigint, bigint, bigint, numeric, numeric, real, jsonb) FROM PUBLIC;
+COMMENT ON FUNCTION stint.complete(text, uuid, uuid, jsonb, text, text, text, bigint, bigint, bigint, numeric, numeric, real, jsonb) IS
+'Ends the attempt as completed, and the task with it. Call it again as often as you like: one call is accepted, and every caller learns whether it was the one (first).
+outcome: ''completed''; ''already_completed'' by this lease, with the stored result; ''already_failed'' by this lease; ''already_finished'' otherwise, status says how;
+''superseded'': another attempt took over; ''unknown_lease'': never granted here, nothing was changed.
+A lease that lapsed still completes its task while no other attempt has begun (unless the queue says late_result ''reject''). status: the task''s status now.
+run_id, trace_id: the run on your job platform and its trace. model, input_tokens, cached_tokens (of the input), output_tokens, model_cost, compute_cost (any one currency), confidence (0 to 1), meta: what the attempt used; kept once for each attempt whatever became of it.
+Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.fail(
+    queue text,
+    id uuid,
+    lease uuid,
+    error text,
+    retry_in interval DEFAULT NULL,
+    retryable boolean DEFAULT true,
+    run_id text DEFAULT NULL,
+    trace_id text DEFAULT NULL,
+    model text DEFAULT NULL,
+    input_tokens bigint DEFAULT NULL,
+    cached_tokens bigint DEFAULT NULL,
+    output_tokens bigint DEFAULT NULL,
+    model_cost numeric DEFAULT NULL,
+    compute_cost numeric DEFAULT NULL,
+    confidence real DEFAULT NULL,
+    meta jsonb DEFAULT NULL
+) RETURNS TABLE (outcome text, result jsonb, first boolean, status text, retry_at timestamptz, retry_in_ms bigint)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'fail_wrapper';
+REVOKE ALL ON FUNCTION stint.fail(text, uuid, uuid, text, interval, boolean, text, text, text, bigint, bigint, bigint, numeric, numeric, real, jsonb) FROM PUBLIC;
+COMMENT ON FUNCTION stint.fail(text, uuid, uuid, text, interval, boolean, text, text, text, bigint, bigint, bigint, numeric, numeric, real, jsonb) IS
+'Ends the attempt as failed. The task is tried again after the queue''s back-off, or retry_in, until its attempts are used up; with retryable false it fails at once.
+outcome: ''retrying'' (retry_at, retry_in_ms say when); ''failed''; ''cancelled'' where that had been asked; else as stint.complete answers.
+A lapsed lease cannot fail a task that waits for or runs in another attempt: ''superseded''.
+run_id, trace_id: the run on your job platform and its trace. model, input_tokens, cached_tokens (of the input), output_tokens, model_cost, compute_cost (any one currency), confidence (0 to 1), meta: what the attempt used; kept once for each attempt whatever became of it.
+Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.release(
+    queue text,
+    id uuid,
+    lease uuid
+) RETURNS TABLE (outcome text, first boolean, status text)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'release_wrapper';
+REVOKE ALL ON FUNCTION stint.release(text, uuid, uuid) FROM PUBLIC;
+COMMENT ON FUNCTION stint.release(text, uuid, uuid) IS
+'Gives a claimed task back to where it stood in line; the attempt does not count against max_attempts.
+outcome: ''released''; ''cancelled'' where that had been asked; else as stint.complete answers. Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.cancel(
+    queue text,
+    id uuid,
+    reason text DEFAULT NULL
+) RETURNS TABLE (outcome text, status text)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'cancel_wrapper';
+REVOKE ALL ON FUNCTION stint.cancel(text, uuid, text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.cancel(text, uuid, text) IS
+'Cancels a task. outcome: ''cancelled'' (it was waiting); ''cancel_requested'' (it runs: its worker learns of it from stint.extend, and it is not retried; a completion
+that comes first still counts); ''already_finished'', status says how. Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.sweep(
+    max int DEFAULT 1000
+) RETURNS TABLE (lapsed int, retried int, failed int, cancelled int)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'sweep_wrapper';
+REVOKE ALL ON FUNCTION stint.sweep(int) FROM PUBLIC;
+COMMENT ON FUNCTION stint.sweep(int) IS
+'Takes back at most max tasks whose lease has lapsed: the attempt counts, the task is claimable again at once, or fails when its attempts are used up.
+The maintenance worker does this all the time; call it where none runs. Rows that another session holds are left for the next round. Use in FROM.';
+
+CREATE FUNCTION stint.promote(
+    max int DEFAULT 1000
+) RETURNS int
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'promote_wrapper';
+REVOKE ALL ON FUNCTION stint.promote(int) FROM PUBLIC;
+COMMENT ON FUNCTION stint.promote(int) IS
+'Moves at most max scheduled tasks whose time has come to ready, in the order of their times, and returns how many.
+The maintenance worker does this all the time; call it where none runs.';
+
+CREATE FUNCTION stint.expire_keys(
+    max int DEFAULT 1000
+) RETURNS bigint
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'expire_keys_wrapper';
+REVOKE ALL ON FUNCTION stint.expire_keys(int) FROM PUBLIC;
+COMMENT ON FUNCTION stint.expire_keys(int) IS
+'Lets go of at most max idempotency keys that are past their retention and whose task has finished; returns how many. The maintenance worker does this all the time.';
+
+CREATE FUNCTION stint.explain(
+    queue text,
+    id uuid
+) RETURNS text
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'explain_wrapper';
+REVOKE ALL ON FUNCTION stint.explain(text, uuid) FROM PUBLIC;
+COMMENT ON FUNCTION stint.explain(text, uuid) IS
+'Says in words where a task is and why it is not running: what it waits for, which budget has no room, whose lease holds it. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.budget_usage() RETURNS TABLE (budget text, running bigint, tokens bigint, derived boolean)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'budget_usage_wrapper';
+REVOKE ALL ON FUNCTION stint.budget_usage() FROM PUBLIC;
+COMMENT ON FUNCTION stint.budget_usage() IS
+'What is in use of each budget, as claims see it: tasks running and predicted tokens in flight. derived: whether that is also what the running rows visible here add up to; it may differ for the moment a claim takes. Use in FROM.';
+
+CREATE VIEW stint.budgets AS
+SELECT b.budget, b.max_running, u.running, b.max_running - u.running AS room_running,
+       b.max_tokens, u.tokens AS tokens_in_flight, b.max_tokens - u.tokens AS room_tokens, b.default_tokens, b.created_at
+FROM stint.budget_config b
+JOIN stint.budget_usage() u ON u.budget = b.budget;
+COMMENT ON VIEW stint.budgets IS 'Budgets: limits, what is in use, and the room left. The figure shown is the figure enforced';

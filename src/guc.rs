@@ -1,0 +1,173 @@
+//! Every setting of the extension, read through accessors. Limits are enforced before work starts.
+
+use pgrx::guc::{GucContext, GucFlags, GucRegistry, GucSetting};
+
+static MAX_BUDGETS: GucSetting<i32> = GucSetting::<i32>::new(1024);
+static MAX_DATABASES: GucSetting<i32> = GucSetting::<i32>::new(64);
+static MAX_PAYLOAD_KB: GucSetting<i32> = GucSetting::<i32>::new(1024);
+static MAX_BATCH: GucSetting<i32> = GucSetting::<i32>::new(10_000);
+static MAX_NAME_BYTES: GucSetting<i32> = GucSetting::<i32>::new(63);
+static MAX_LEASE_S: GucSetting<i32> = GucSetting::<i32>::new(24 * 3600);
+static MAX_DELAY_S: GucSetting<i32> = GucSetting::<i32>::new(366 * 24 * 3600);
+static MAX_WAIT_S: GucSetting<i32> = GucSetting::<i32>::new(60);
+static NAPTIME_MS: GucSetting<i32> = GucSetting::<i32>::new(500);
+static DOORBELL_MS: GucSetting<i32> = GucSetting::<i32>::new(50);
+
+/// Registers the settings. Called once, from `_PG_init`.
+pub fn init() {
+    let flags = GucFlags::default();
+    GucRegistry::define_int_guc(
+        c"stint.max_budgets",
+        c"Budgets of all databases whose live usage fits in shared memory.",
+        c"A budgeted claim that finds the table full is refused.",
+        &MAX_BUDGETS,
+        16,
+        1_000_000,
+        GucContext::Postmaster,
+        flags,
+    );
+    GucRegistry::define_int_guc(
+        c"stint.max_databases",
+        c"Databases of the cluster that can have a maintenance worker.",
+        c"A database beyond it has none; stint.doctor() says so.",
+        &MAX_DATABASES,
+        1,
+        1024,
+        GucContext::Postmaster,
+        flags,
+    );
+    GucRegistry::define_int_guc(
+        c"stint.max_payload",
+        c"Largest payload, result, progress, labels or meta value.",
+        c"Enforced before anything is written.",
+        &MAX_PAYLOAD_KB,
+        1,
+        1_000_000,
+        GucContext::Suset,
+        GucFlags::UNIT_KB,
+    );
+    GucRegistry::define_int_guc(
+        c"stint.max_batch",
+        c"Most tasks, rows or ids one call may name.",
+        c"Applies to enqueue_many, claim, sweep, promote, merge and poll.",
+        &MAX_BATCH,
+        1,
+        1_000_000,
+        GucContext::Suset,
+        flags,
+    );
+    GucRegistry::define_int_guc(
+        c"stint.max_name_length",
+        c"Longest name of a queue, budget, worker, agent, consumer or tag, in bytes.",
+        c"Keys, run ids and trace ids may be four times as long.",
+        &MAX_NAME_BYTES,
+        1,
+        1024,
+        GucContext::Suset,
+        flags,
+    );
+    GucRegistry::define_int_guc(
+        c"stint.max_lease",
+        c"Longest lease a claim or an extend may ask for.",
+        c"A longer lease is refused.",
+        &MAX_LEASE_S,
+        1,
+        i32::MAX,
+        GucContext::Suset,
+        GucFlags::UNIT_S,
+    );
+    GucRegistry::define_int_guc(
+        c"stint.max_delay",
+        c"Furthest a task may be scheduled or a retry postponed.",
+        c"A longer delay is refused.",
+        &MAX_DELAY_S,
+        1,
+        i32::MAX,
+        GucContext::Suset,
+        GucFlags::UNIT_S,
+    );
+    GucRegistry::define_int_guc(
+        c"stint.max_wait",
+        c"Longest a claim or a poll may wait in the server.",
+        c"A longer wait is refused; call again instead.",
+        &MAX_WAIT_S,
+        1,
+        3600,
+        GucContext::Suset,
+        GucFlags::UNIT_S,
+    );
+    GucRegistry::define_int_guc(
+        c"stint.naptime",
+        c"Time between two rounds of the maintenance worker.",
+        c"A lapsed lease is swept, and a due task promoted, at most this much late.",
+        &NAPTIME_MS,
+        10,
+        60_000,
+        GucContext::Sighup,
+        GucFlags::UNIT_MS,
+    );
+    GucRegistry::define_int_guc(
+        c"stint.doorbell_interval",
+        c"Shortest time between two notifications of one doorbell channel.",
+        c"Commits in between are told by one notification.",
+        &DOORBELL_MS,
+        1,
+        60_000,
+        GucContext::Sighup,
+        GucFlags::UNIT_MS,
+    );
+}
+
+fn at_least_zero(value: i32) -> usize {
+    usize::try_from(value).unwrap_or(0)
+}
+
+/// `stint.max_budgets`.
+pub fn max_budgets() -> usize {
+    at_least_zero(MAX_BUDGETS.get())
+}
+
+/// `stint.max_databases`.
+pub fn max_databases() -> usize {
+    at_least_zero(MAX_DATABASES.get())
+}
+
+/// `stint.max_payload` in bytes.
+pub fn max_payload() -> usize {
+    at_least_zero(MAX_PAYLOAD_KB.get()) * 1024
+}
+
+/// `stint.max_batch`.
+pub fn max_batch() -> i32 {
+    MAX_BATCH.get()
+}
+
+/// `stint.max_name_length` in bytes.
+pub fn max_name() -> usize {
+    at_least_zero(MAX_NAME_BYTES.get())
+}
+
+/// `stint.max_lease` in seconds.
+pub fn max_lease_s() -> i64 {
+    i64::from(MAX_LEASE_S.get())
+}
+
+/// `stint.max_delay` in seconds.
+pub fn max_delay_s() -> i64 {
+    i64::from(MAX_DELAY_S.get())
+}
+
+/// `stint.max_wait` in seconds.
+pub fn max_wait_s() -> i64 {
+    i64::from(MAX_WAIT_S.get())
+}
+
+/// `stint.naptime` in milliseconds.
+pub fn naptime_ms() -> i64 {
+    i64::from(NAPTIME_MS.get())
+}
+
+/// `stint.doorbell_interval` in milliseconds.
+pub fn doorbell_ms() -> i64 {
+    i64::from(DOORBELL_MS.get())
+}

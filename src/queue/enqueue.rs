@@ -1,0 +1,196 @@
+//! `stint.enqueue`: one task. What it shares with `enqueue_many` is [`Request`], which checks a task, and [`store`], which writes it.
+
+use super::config::{self, Queue};
+use super::store::{self, Ticket};
+use crate::errors::Fault;
+use crate::spi::{self, Session, Statement, arg};
+use crate::values::{Instant, RawInterval, RawJsonb};
+use crate::{errors, guc, input, shmem};
+use pgrx::prelude::*;
+
+static FACTS: Statement = Statement::new(
+    c"insert into stint.task_facts (queue, id, lane, priority, max_attempts, tokens, enqueued_at, run_at, lease_for, agent, key, labels, payload)
+      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)",
+    &[
+        pg_sys::TEXTOID,
+        pg_sys::UUIDOID,
+        pg_sys::INT4OID,
+        pg_sys::INT4OID,
+        pg_sys::INT4OID,
+        pg_sys::INT8OID,
+        pg_sys::TIMESTAMPTZOID,
+        pg_sys::TIMESTAMPTZOID,
+        pg_sys::INTERVALOID,
+        pg_sys::TEXTOID,
+        pg_sys::TEXTOID,
+        pg_sys::JSONBOID,
+        pg_sys::JSONBOID,
+    ],
+);
+
+/// A task as a caller asks for it.
+pub struct Request {
+    /// What the worker gets; never opened.
+    pub payload: RawJsonb,
+    /// Higher is sooner.
+    pub priority: i32,
+    /// Not before this instant.
+    pub run_at: Option<Instant>,
+    /// Not before this much from now.
+    pub delay: Option<RawInterval>,
+    /// Idempotency key.
+    pub key: Option<String>,
+    /// Which agent the work is for.
+    pub agent: Option<String>,
+    /// Predicted tokens.
+    pub tokens: Option<i64>,
+    /// Budgets it draws on beside the queue's, as their numbers.
+    pub budgets: Vec<i32>,
+    /// Attempts it may use up, where not the queue's.
+    pub max_attempts: Option<i32>,
+    /// Its lease, where not the queue's.
+    pub lease_for: Option<RawInterval>,
+    /// Labels; never opened.
+    pub labels: Option<RawJsonb>,
+}
+
+impl Request {
+    /// Checks everything that needs no table.
+    pub fn check(&self) {
+        input::json("payload", Some(self.payload));
+        input::json("labels", self.labels);
+        input::reference("key", self.key.as_deref());
+        input::optional_name("agent", self.agent.as_deref());
+        input::tokens("tokens", self.tokens);
+        if let Some(attempts) = self.max_attempts {
+            input::at_least("max_attempts", attempts, 1);
+        }
+        if let Some(lease) = self.lease_for {
+            input::lease("lease_for", lease);
+        }
+        if let Some(delay) = self.delay {
+            input::delay("delay", delay);
+            if self.run_at.is_some() {
+                errors::invalid("both run_at and delay are given", "Give one of them.");
+            }
+        }
+    }
+
+    /// The instant it becomes due, if that is in the future.
+    fn due(&self, now: Instant) -> Option<Instant> {
+        let due = self.run_at.or_else(|| self.delay.map(|delay| now.plus(delay.micros())))?;
+        if due.0 > now.plus(guc::max_delay_s().saturating_mul(crate::values::SECOND)).0 {
+            errors::over_limit("argument \"run_at\" is further in the future than the limit allows", "stint.max_delay");
+        }
+        (due.0 > now.0).then_some(due)
+    }
+}
+
+/// Refuses a task that could never run under the budgets it draws on.
+fn check_capacity(session: &Session, queue: &Queue, request: &Request) {
+    let mut numbers = queue.own_budgets.clone();
+    numbers.extend(&request.budgets);
+    numbers.sort_unstable();
+    numbers.dedup();
+    for budget in config::read_or_known(session, queue, numbers) {
+        let limit = budget.limit;
+        let Some(max) = limit.max_tokens else { continue };
+        match request.tokens.filter(|tokens| *tokens > 0).or(limit.default_tokens) {
+            None => Fault::new(
+                PgSqlErrorCode::ERRCODE_INVALID_PARAMETER_VALUE,
+                format!("the task predicts no tokens, but budget \"{}\" limits tokens in flight", budget.name),
+            )
+            .hint("Pass tokens => …, or give the budget a default: stint.create_budget(…, default_tokens => …).")
+            .raise(),
+            Some(tokens) if tokens > max => Fault::new(
+                PgSqlErrorCode::ERRCODE_PROGRAM_LIMIT_EXCEEDED,
+                format!("the task predicts {tokens} tokens, but budget \"{}\" allows {max} in flight at all", budget.name),
+            )
+            .hint("Split the task, or use a budget with a higher max_tokens: as it is, the task could never run.")
+            .raise(),
+            Some(_) => {}
+        }
+    }
+}
+
+/// Writes one checked task that is new. Returns whether it is claimable at once.
+pub fn store(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, request: &Request, now: Instant) -> bool {
+    check_capacity(session, queue, request);
+    let due = request.due(now);
+    let lane = config::lane_for(session, name, queue, &request.budgets);
+    session.run(
+        &FACTS,
+        &[
+            arg(name),
+            arg(id),
+            arg(lane),
+            arg(request.priority),
+            arg(request.max_attempts),
+            arg(request.tokens),
+            arg(now),
+            arg(due),
+            arg(request.lease_for),
+            arg(request.agent.as_deref()),
+            arg(request.key.as_deref()),
+            arg(request.labels),
+            arg(request.payload),
+        ],
+    );
+    let ticket = Ticket { id, lane, priority: request.priority, tokens: request.tokens, attempt: 0, counted: 0 };
+    match due {
+        Some(due) => store::to_scheduled(session, name, &ticket, due),
+        None => store::to_ready(session, name, &ticket),
+    }
+    due.is_none()
+}
+
+/// See the SQL COMMENT of stint.enqueue.
+#[pg_extern(sql = false)]
+#[allow(clippy::too_many_arguments)]
+fn enqueue(
+    queue: Option<&str>,
+    payload: Option<RawJsonb>,
+    priority: Option<i32>,
+    run_at: Option<Instant>,
+    delay: Option<RawInterval>,
+    key: Option<&str>,
+    agent: Option<&str>,
+    tokens: Option<i64>,
+    budgets: Option<Vec<Option<String>>>,
+    max_attempts: Option<i32>,
+    lease_for: Option<RawInterval>,
+    labels: Option<RawJsonb>,
+) -> pgrx::Uuid {
+    shmem::required();
+    let name = input::name("queue", queue);
+    let budget_names = input::names("budgets", budgets);
+    let mut request = Request {
+        payload: input::given("payload", payload),
+        priority: input::given("priority", priority),
+        run_at,
+        delay,
+        key: key.map(str::to_string),
+        agent: agent.map(str::to_string),
+        tokens,
+        budgets: Vec::new(),
+        max_attempts,
+        lease_for,
+        labels,
+    };
+    request.check();
+    let now = Instant::now();
+    let _owner = spi::Identity::owner();
+    spi::connect(|session| {
+        let queue = config::find(session, name);
+        request.budgets = config::budget_numbers(session, &budget_names);
+        let id = pgrx::Uuid::from_bytes(stint_core::ids::task());
+        if let Some(key) = &request.key {
+            if let Some(earlier) = super::keys::hold(session, name, &queue, key, id, now) {
+                return earlier;
+            }
+        }
+        let ready = store(session, name, &queue, id, &request, now);
+        store::announce(&queue, usize::from(ready));
+        id
+    })
+}

@@ -1,0 +1,204 @@
+//! `stint.complete` and `stint.fail`: the end of an attempt. Whoever deletes the running row under its lease decides the attempt; every other call is told what
+//! became of it (`late`).
+
+use super::config;
+use super::late::{self, Answer, Late};
+use super::store::{self, Attempt, Outcome, Ticket};
+use super::usage::Usage;
+use crate::budget::live;
+use crate::spi::{self, Session, Statement, arg};
+use crate::values::{Instant, RawInterval, RawJsonb, RawNumeric};
+use crate::{input, shmem};
+use pgrx::prelude::*;
+use stint_core::verdict::Call;
+
+/// Ends the live lease. Waits for a heartbeat or a sweep that holds the row, then looks again.
+static END: Statement = Statement::new(
+    c"delete from stint.place_running r
+      where r.queue = $1 and r.id = $2 and r.lease = $3
+      returning r.lane, r.priority, r.seq, r.tokens, r.attempt, r.counted, r.started_at, r.worker::text,
+                r.cancel_requested, r.reason, r.budgets, r.reserved, r.run_id::text, r.trace_id::text",
+    &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::UUIDOID],
+);
+
+static MAX_ATTEMPTS: Statement =
+    Statement::new(c"select f.max_attempts from stint.task_facts f where f.queue = $1 and f.id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
+
+/// A running row whose lease was ended just now by this transaction.
+pub struct Ran {
+    /// The task, ready to go to a place again.
+    pub ticket: Ticket,
+    /// Where it stood in its line.
+    pub seq: i64,
+    /// When it was claimed.
+    pub started_at: Instant,
+    /// Who ran it.
+    pub worker: String,
+    /// Whether somebody asked to cancel it.
+    pub cancel_requested: bool,
+    /// Why.
+    pub reason: Option<String>,
+    /// Run id, if a heartbeat gave one.
+    pub run_id: Option<String>,
+    /// Trace id, likewise.
+    pub trace_id: Option<String>,
+}
+
+/// Deletes the running row under this lease and has its budgets released at commit. `None` where the lease is not the live one.
+pub fn end(session: &Session, name: &str, queue: &config::Queue, id: pgrx::Uuid, lease: pgrx::Uuid) -> Option<Ran> {
+    let row = session.run(&END, &[arg(name), arg(id), arg(lease)]);
+    if row.is_empty() {
+        return None;
+    }
+    live::release(queue.number, row.get(0, 11), row.get(0, 12));
+    Some(Ran {
+        ticket: Ticket {
+            id,
+            lane: row.must(0, 1),
+            priority: row.must(0, 2),
+            tokens: row.get(0, 4),
+            attempt: row.must(0, 5),
+            counted: row.must(0, 6),
+        },
+        seq: row.must(0, 3),
+        started_at: row.must(0, 7),
+        worker: row.must(0, 8),
+        cancel_requested: row.must(0, 9),
+        reason: row.get(0, 10),
+        run_id: row.get(0, 13),
+        trace_id: row.get(0, 14),
+    })
+}
+
+impl Ran {
+    /// The attempt's row in the making.
+    pub fn attempt(&self, lease: pgrx::Uuid) -> Attempt<'_> {
+        Attempt { id: self.ticket.id, attempt: self.ticket.attempt, lease, started_at: self.started_at, worker: &self.worker }
+    }
+}
+
+/// How many attempts the task may use up.
+pub fn max_attempts(session: &Session, name: &str, queue: &config::Queue, id: pgrx::Uuid) -> i32 {
+    let facts = session.run(&MAX_ATTEMPTS, &[arg(name), arg(id)]);
+    if facts.is_empty() { queue.max_attempts } else { facts.get(0, 1).unwrap_or(queue.max_attempts) }
+}
+
+/// See the SQL COMMENT of stint.complete.
+#[pg_extern(sql = false)]
+#[allow(clippy::too_many_arguments)]
+fn complete(
+    queue: Option<&str>,
+    id: Option<pgrx::Uuid>,
+    lease: Option<pgrx::Uuid>,
+    result: Option<RawJsonb>,
+    run_id: Option<&str>,
+    trace_id: Option<&str>,
+    model: Option<&str>,
+    input_tokens: Option<i64>,
+    cached_tokens: Option<i64>,
+    output_tokens: Option<i64>,
+    model_cost: Option<RawNumeric>,
+    compute_cost: Option<RawNumeric>,
+    confidence: Option<f32>,
+    meta: Option<RawJsonb>,
+) -> TableIterator<'static, (name!(outcome, String), name!(result, Option<RawJsonb>), name!(first, bool), name!(status, String))> {
+    shmem::required();
+    let name = input::name("queue", queue);
+    let id = input::given("id", id);
+    let lease = input::given("lease", lease);
+    input::json("result", result);
+    let usage = Usage { run_id, trace_id, model, input_tokens, cached_tokens, output_tokens, model_cost, compute_cost, confidence, meta }.checked();
+    let now = Instant::now();
+    let _owner = spi::Identity::owner();
+    let answer = spi::connect(|session| {
+        let queue = config::find(session, name);
+        late::decide(|| {
+            if let Some(ran) = end(session, name, &queue, id, lease) {
+                let usage = usage.or_known(ran.run_id.as_deref(), ran.trace_id.as_deref());
+                store::attempt(session, name, &ran.attempt(lease), "completed", now, None, &usage);
+                let outcome = Outcome { outcome: "completed", attempt: ran.ticket.attempt, lease: Some(lease), error: None, result };
+                store::outcome(session, name, id, now, &outcome);
+                store::announce(&queue, 0);
+                return Some(Answer::first("completed", result, "completed"));
+            }
+            late::call(session, &Late { name, queue: &queue, id, lease, now, call: Call::Complete, result, usage: &usage })
+        })
+    });
+    TableIterator::once((answer.outcome.to_string(), answer.result, answer.first, answer.status))
+}
+
+/// See the SQL COMMENT of stint.fail.
+#[pg_extern(sql = false)]
+#[allow(clippy::too_many_arguments)]
+fn fail(
+    queue: Option<&str>,
+    id: Option<pgrx::Uuid>,
+    lease: Option<pgrx::Uuid>,
+    error: Option<&str>,
+    retry_in: Option<RawInterval>,
+    retryable: Option<bool>,
+    run_id: Option<&str>,
+    trace_id: Option<&str>,
+    model: Option<&str>,
+    input_tokens: Option<i64>,
+    cached_tokens: Option<i64>,
+    output_tokens: Option<i64>,
+    model_cost: Option<RawNumeric>,
+    compute_cost: Option<RawNumeric>,
+    confidence: Option<f32>,
+    meta: Option<RawJsonb>,
+) -> TableIterator<
+    'static,
+    (
+        name!(outcome, String),
+        name!(result, Option<RawJsonb>),
+        name!(first, bool),
+        name!(status, String),
+        name!(retry_at, Option<Instant>),
+        name!(retry_in_ms, Option<i64>),
+    ),
+> {
+    shmem::required();
+    let name = input::name("queue", queue);
+    let id = input::given("id", id);
+    let lease = input::given("lease", lease);
+    let error = input::text("error", error);
+    let retry_in = retry_in.map(|wait| input::delay("retry_in", wait));
+    let retryable = input::given("retryable", retryable);
+    let usage = Usage { run_id, trace_id, model, input_tokens, cached_tokens, output_tokens, model_cost, compute_cost, confidence, meta }.checked();
+    let now = Instant::now();
+    let _owner = spi::Identity::owner();
+    let answer = spi::connect(|session| {
+        let queue = config::find(session, name);
+        late::decide(|| {
+            let Some(ran) = end(session, name, &queue, id, lease) else {
+                return late::call(session, &Late { name, queue: &queue, id, lease, now, call: Call::Fail, result: None, usage: &usage });
+            };
+            let usage = usage.or_known(ran.run_id.as_deref(), ran.trace_id.as_deref());
+            let ended = if ran.cancel_requested { "cancelled" } else { "failed" };
+            store::attempt(session, name, &ran.attempt(lease), ended, now, error, &usage);
+            let counted = ran.ticket.counted.saturating_add(1);
+            let retries = !ran.cancel_requested && retryable && counted < max_attempts(session, name, &queue, id);
+            if !retries {
+                let error = error.or(ran.reason.as_deref());
+                let outcome = Outcome { outcome: ended, attempt: ran.ticket.attempt, lease: Some(lease), error, result: None };
+                store::outcome(session, name, id, now, &outcome);
+                store::announce(&queue, 0);
+                return Some(Answer::first(ended, None, ended));
+            }
+            let wait = retry_in.unwrap_or_else(|| queue.backoff.wait(counted, stint_core::ids::draw()));
+            let ticket = Ticket { counted, ..ran.ticket };
+            let at = now.plus(wait);
+            if wait > 0 {
+                store::to_scheduled(session, name, &ticket, at);
+            } else {
+                store::to_ready(session, name, &ticket);
+            }
+            store::announce(&queue, usize::from(wait == 0));
+            let status = if wait > 0 { "scheduled" } else { "ready" };
+            Some(Answer { retry: Some((at, wait / 1000)), ..Answer::first("retrying", None, status) })
+        })
+    });
+    let (retry_at, retry_in_ms) = answer.retry.unzip();
+    TableIterator::once((answer.outcome.to_string(), answer.result, answer.first, answer.status, retry_at, retry_in_ms))
+}

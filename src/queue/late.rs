@@ -1,0 +1,146 @@
+//! A call whose lease is not the live one: what `stint_core::verdict` decides is looked up, and where a late result is accepted, done.
+
+use super::config::Queue;
+use super::store::{self, Outcome};
+use super::usage::Usage;
+use crate::errors::Fault;
+use crate::spi::{Session, Statement, arg};
+use crate::values::{Instant, RawJsonb};
+use pgrx::prelude::*;
+use stint_core::verdict::{Call, Ended, Place, Verdict, late_call};
+
+/// Everything known of the task and of the lease, in one snapshot.
+static LOOK: Statement = Statement::new(
+    c"select f.id is not null,
+             coalesce(w.attempt, s.attempt),
+             case when w.id is not null then 'ready' when s.id is not null then 'scheduled' when r.id is not null then 'running' else o.outcome end,
+             r.id is not null,
+             o.lease is not distinct from $3,
+             a.attempt,
+             a.ended::text,
+             o.result
+      from (values ($1, $2)) as t (queue, id)
+      left join stint.task_facts f on f.queue = t.queue and f.id = t.id
+      left join stint.place_ready w on w.queue = t.queue and w.id = t.id
+      left join stint.place_scheduled s on s.queue = t.queue and s.id = t.id
+      left join stint.place_running r on r.queue = t.queue and r.id = t.id
+      left join stint.task_outcomes o on o.queue = t.queue and o.id = t.id
+      left join stint.task_attempts a on a.queue = t.queue and a.id = t.id and a.lease = $3",
+    &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::UUIDOID],
+);
+
+static LEAVE_READY: Statement = Statement::new(
+    c"delete from stint.place_ready w where w.queue = $1 and w.id = $2 and w.attempt = $3",
+    &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID],
+);
+
+static LEAVE_SCHEDULED: Statement = Statement::new(
+    c"delete from stint.place_scheduled s where s.queue = $1 and s.id = $2 and s.attempt = $3",
+    &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID],
+);
+
+/// What a call that ends an attempt answers.
+pub struct Answer {
+    /// What became of the call.
+    pub outcome: &'static str,
+    /// The stored result.
+    pub result: Option<RawJsonb>,
+    /// Whether this call was the one that decided.
+    pub first: bool,
+    /// The task's status now.
+    pub status: String,
+    /// When and in how many milliseconds the task is tried again.
+    pub retry: Option<(Instant, i64)>,
+}
+
+impl Answer {
+    /// The answer of the call that decided.
+    pub fn first(outcome: &'static str, result: Option<RawJsonb>, status: &str) -> Self {
+        Answer { outcome, result, first: true, status: status.to_string(), retry: None }
+    }
+}
+
+/// A call under a lease that is not the live one.
+pub struct Late<'a> {
+    /// The queue's name.
+    pub name: &'a str,
+    /// The queue.
+    pub queue: &'a Queue,
+    /// The task.
+    pub id: pgrx::Uuid,
+    /// The lease given.
+    pub lease: pgrx::Uuid,
+    /// The verb's one reading of the clock.
+    pub now: Instant,
+    /// Which call.
+    pub call: Call,
+    /// Its result.
+    pub result: Option<RawJsonb>,
+    /// Its usage.
+    pub usage: &'a Usage<'a>,
+}
+
+/// How often a call looks again when the task moved between its statements.
+const TRIES: usize = 100;
+
+/// Repeats `attempt` until it decides. It answers `None` when the task moved under it; each try sees a fresh snapshot.
+pub fn decide<T>(mut attempt: impl FnMut() -> Option<T>) -> T {
+    for _ in 0..TRIES {
+        if let Some(answer) = attempt() {
+            return answer;
+        }
+    }
+    Fault::new(PgSqlErrorCode::ERRCODE_T_R_SERIALIZATION_FAILURE, "the task keeps changing its place").hint("Repeat the transaction.").raise()
+}
+
+/// The error for a task that the queue does not know.
+pub fn unknown_task(name: &str, id: pgrx::Uuid) -> ! {
+    Fault::new(PgSqlErrorCode::ERRCODE_NO_DATA_FOUND, format!("queue \"{name}\" has no task {id}"))
+        .hint("Check the queue and the id; the view stint.tasks lists the tasks.")
+        .raise()
+}
+
+/// Decides a late call; `None` when the task moved meanwhile.
+pub fn call(session: &Session, late: &Late) -> Option<Answer> {
+    let row = session.run(&LOOK, &[arg(late.name), arg(late.id), arg(late.lease)]);
+    if !row.must::<bool>(0, 1) {
+        unknown_task(late.name, late.id);
+    }
+    let waiting: Option<i32> = row.get(0, 2);
+    let status: String = row.get(0, 3)?; // in no place: it moved between two snapshots of other sessions
+    let running: bool = row.must(0, 4);
+    let place = match waiting {
+        Some(last) => Place::Waiting { last },
+        None if running => Place::Running,
+        None => Place::Finished { here: row.must(0, 5) },
+    };
+    let attempt = row.get::<i32>(0, 6).and_then(|number| Some((number, Ended::parse(&row.get::<String>(0, 7)?)?)));
+    let (verdict, keep_usage) = late_call(late.call, place, attempt, late.queue.late_accepted);
+
+    if verdict == Verdict::Accept {
+        let number = waiting?;
+        let key = [arg(late.name), arg(late.id), arg(number)];
+        if session.run(&LEAVE_READY, &key).is_empty() && session.run(&LEAVE_SCHEDULED, &key).is_empty() {
+            return None;
+        }
+        let outcome = Outcome { outcome: "completed", attempt: number, lease: Some(late.lease), error: None, result: late.result };
+        store::outcome(session, late.name, late.id, late.now, &outcome);
+        store::announce(late.queue, 0);
+    }
+    if let (true, Some((number, _))) = (keep_usage, attempt) {
+        late.usage.keep_late(session, late.name, late.id, number, late.now);
+    }
+    let stored = || row.lift(0, 8).map(RawJsonb);
+    Some(match verdict {
+        Verdict::Accept => Answer::first("completed", late.result, "completed"),
+        Verdict::Superseded => told("superseded", None, status),
+        Verdict::AlreadyCompleted => told("already_completed", stored(), status),
+        Verdict::AlreadyFailed => told("already_failed", None, status),
+        Verdict::AlreadyFinished => told("already_finished", None, status),
+        Verdict::UnknownLease => told("unknown_lease", None, status),
+    })
+}
+
+fn told(outcome: &'static str, result: Option<RawJsonb>, status: String) -> Answer {
+    Answer { outcome, result, first: false, status, retry: None }
+}

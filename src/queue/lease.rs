@@ -1,0 +1,71 @@
+//! `stint.extend`: the heartbeat. Moves the end of a lease, keeps progress and run ids, and brings the news that the task was cancelled or lost.
+
+use super::config;
+use super::late;
+use crate::spi::{self, Statement, arg};
+use crate::values::{Instant, RawInterval, RawJsonb};
+use crate::{input, shmem};
+use pgrx::prelude::*;
+
+/// A lease past its time but not yet swept is still the live one.
+static EXTEND: Statement = Statement::new(
+    c"update stint.place_running r
+      set extended_until = $4 + coalesce($5, r.expires_at - r.started_at),
+          progress = coalesce($6, r.progress),
+          run_id = coalesce($7, r.run_id),
+          trace_id = coalesce($8, r.trace_id)
+      where r.queue = $1 and r.id = $2 and r.lease = $3
+      returning r.cancel_requested, r.extended_until",
+    &[
+        pg_sys::TEXTOID,
+        pg_sys::UUIDOID,
+        pg_sys::UUIDOID,
+        pg_sys::TIMESTAMPTZOID,
+        pg_sys::INTERVALOID,
+        pg_sys::JSONBOID,
+        pg_sys::TEXTOID,
+        pg_sys::TEXTOID,
+    ],
+);
+
+static KNOWN: Statement = Statement::new(c"select from stint.task_facts f where f.queue = $1 and f.id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
+
+/// See the SQL COMMENT of stint.extend.
+#[pg_extern(sql = false)]
+#[allow(clippy::too_many_arguments)]
+fn extend(
+    queue: Option<&str>,
+    id: Option<pgrx::Uuid>,
+    lease: Option<pgrx::Uuid>,
+    duration: Option<RawInterval>,
+    progress: Option<RawJsonb>,
+    run_id: Option<&str>,
+    trace_id: Option<&str>,
+) -> TableIterator<'static, (name!(status, String), name!(expires_at, Option<Instant>), name!(expires_in_ms, Option<i64>))> {
+    shmem::required();
+    let name = input::name("queue", queue);
+    let id = input::given("id", id);
+    let lease = input::given("lease", lease);
+    if let Some(duration) = duration {
+        input::lease("duration", duration);
+    }
+    input::json("progress", progress);
+    input::reference("run_id", run_id);
+    input::reference("trace_id", trace_id);
+    let now = Instant::now();
+    let _owner = spi::Identity::owner();
+    let answer = spi::connect(|session| {
+        config::find(session, name);
+        let row = session.run(&EXTEND, &[arg(name), arg(id), arg(lease), arg(now), arg(duration), arg(progress), arg(run_id), arg(trace_id)]);
+        if row.is_empty() {
+            if session.run(&KNOWN, &[arg(name), arg(id)]).is_empty() {
+                late::unknown_task(name, id);
+            }
+            return ("lost".to_string(), None, None);
+        }
+        let status = if row.must(0, 1) { "cancel_requested" } else { "held" };
+        let until: Instant = row.must(0, 2);
+        (status.to_string(), Some(until), Some(until.ms_since(now)))
+    });
+    TableIterator::once(answer)
+}

@@ -1,0 +1,67 @@
+//! `stint.promote`: moves scheduled tasks whose time has come to ready, in the order of their times.
+
+use super::config;
+use super::store::{self, Ticket};
+use crate::spi::{self, Statement, arg};
+use crate::values::Instant;
+use crate::{guc, input, shmem};
+use pgrx::prelude::*;
+use std::collections::HashMap;
+
+static DUE: Statement = Statement::new(
+    c"delete from stint.place_scheduled s
+      where s.ctid = any (array(
+            select d.ctid
+            from stint.place_scheduled d
+            where d.run_at <= $1
+            order by d.run_at
+            limit $2
+            for update skip locked))
+      returning s.queue::text, s.id, s.lane, s.priority, s.tokens, s.attempt, s.counted, s.run_at",
+    &[pg_sys::TIMESTAMPTZOID, pg_sys::INT8OID],
+);
+
+fn promote_due(max: usize) -> i32 {
+    spi::connect(|session| {
+        let rows = session.run(&DUE, &[arg(Instant::now()), arg(max as i64)]);
+        let mut due: Vec<(Instant, String, Ticket)> = (0..rows.len())
+            .map(|at| {
+                let ticket = Ticket {
+                    id: rows.must(at, 2),
+                    lane: rows.must(at, 3),
+                    priority: rows.must(at, 4),
+                    tokens: rows.get(at, 5),
+                    attempt: rows.must(at, 6),
+                    counted: rows.must(at, 7),
+                };
+                (rows.must(at, 8), rows.must(at, 1), ticket)
+            })
+            .collect();
+        due.sort_by_key(|(run_at, _, ticket)| (run_at.0, *ticket.id.as_bytes()));
+        let mut ready: HashMap<&str, usize> = HashMap::new();
+        for (_, name, ticket) in &due {
+            store::to_ready(session, name, ticket);
+            *ready.entry(name).or_default() += 1;
+        }
+        for (name, tasks) in ready {
+            if let Some(queue) = config::lookup(session, name) {
+                store::announce(&queue, tasks);
+            }
+        }
+        i32::try_from(due.len()).unwrap_or(i32::MAX)
+    })
+}
+
+/// See the SQL COMMENT of stint.promote.
+#[pg_extern(sql = false)]
+fn promote(max: Option<i32>) -> i32 {
+    shmem::required();
+    let max = input::batch("max", max);
+    let _owner = spi::Identity::owner();
+    promote_due(max)
+}
+
+/// One bounded round for the maintenance worker.
+pub fn step() -> bool {
+    promote_due(usize::try_from(guc::max_batch()).unwrap_or(1)) > 0
+}

@@ -1,0 +1,171 @@
+//! The inserts that several verbs share: a task into a place, an attempt when it ends, an outcome when the task does.
+
+use super::config::Queue;
+use super::usage::Usage;
+use crate::shmem::{Instance, bells, waiters};
+use crate::spi::{Session, Statement, arg};
+use crate::values::{Instant, RawJsonb};
+use pgrx::prelude::*;
+
+static TO_READY: Statement = Statement::new(
+    c"insert into stint.place_ready (queue, id, lane, priority, tokens, attempt, counted) values ($1, $2, $3, $4, $5, $6, $7)",
+    &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT4OID, pg_sys::INT4OID],
+);
+
+static BACK_TO_READY: Statement = Statement::new(
+    c"insert into stint.place_ready (queue, id, lane, priority, seq, tokens, attempt, counted) values ($1, $2, $3, $4, $8, $5, $6, $7)",
+    &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID],
+);
+
+static TO_SCHEDULED: Statement = Statement::new(
+    c"insert into stint.place_scheduled (queue, id, lane, priority, tokens, attempt, counted, run_at) values ($1, $2, $3, $4, $5, $6, $7, $8)",
+    &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::TIMESTAMPTZOID],
+);
+
+static ATTEMPT: Statement = Statement::new(
+    c"insert into stint.task_attempts
+             (queue, id, attempt, lease, started_at, ended_at, ended, worker, error,
+              run_id, trace_id, model, input_tokens, cached_tokens, output_tokens, model_cost, compute_cost, confidence, meta)
+      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19)",
+    &[
+        pg_sys::TEXTOID,
+        pg_sys::UUIDOID,
+        pg_sys::INT4OID,
+        pg_sys::UUIDOID,
+        pg_sys::TIMESTAMPTZOID,
+        pg_sys::TIMESTAMPTZOID,
+        pg_sys::TEXTOID,
+        pg_sys::TEXTOID,
+        pg_sys::TEXTOID,
+        pg_sys::TEXTOID,
+        pg_sys::TEXTOID,
+        pg_sys::TEXTOID,
+        pg_sys::INT8OID,
+        pg_sys::INT8OID,
+        pg_sys::INT8OID,
+        pg_sys::NUMERICOID,
+        pg_sys::NUMERICOID,
+        pg_sys::FLOAT4OID,
+        pg_sys::JSONBOID,
+    ],
+);
+
+static OUTCOME: Statement = Statement::new(
+    c"insert into stint.task_outcomes (queue, id, outcome, attempt, lease, finished_at, error, result) values ($1, $2, $3, $4, $5, $6, $7, $8)",
+    &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::UUIDOID, pg_sys::TIMESTAMPTZOID, pg_sys::TEXTOID, pg_sys::JSONBOID],
+);
+
+/// A live task on its way to a place.
+#[derive(Clone, Copy)]
+pub struct Ticket {
+    /// The task.
+    pub id: pgrx::Uuid,
+    /// Its lane.
+    pub lane: i32,
+    /// Its priority.
+    pub priority: i32,
+    /// Its predicted tokens.
+    pub tokens: Option<i64>,
+    /// The number of its last attempt.
+    pub attempt: i32,
+    /// How many of its attempts count.
+    pub counted: i32,
+}
+
+impl Ticket {
+    fn params(&self, name: &str) -> [crate::spi::Param; 7] {
+        [arg(name), arg(self.id), arg(self.lane), arg(self.priority), arg(self.tokens), arg(self.attempt), arg(self.counted)]
+    }
+}
+
+/// Puts a task at the end of its line.
+pub fn to_ready(session: &Session, name: &str, ticket: &Ticket) {
+    session.run(&TO_READY, &ticket.params(name));
+}
+
+/// Puts a task back where it stood in its line.
+pub fn back_to_ready(session: &Session, name: &str, ticket: &Ticket, seq: i64) {
+    let [a, b, c, d, e, f, g] = ticket.params(name);
+    session.run(&BACK_TO_READY, &[a, b, c, d, e, f, g, arg(seq)]);
+}
+
+/// Has a task wait until `run_at`.
+pub fn to_scheduled(session: &Session, name: &str, ticket: &Ticket, run_at: Instant) {
+    let [a, b, c, d, e, f, g] = ticket.params(name);
+    session.run(&TO_SCHEDULED, &[a, b, c, d, e, f, g, arg(run_at)]);
+}
+
+/// An attempt that has ended.
+pub struct Attempt<'a> {
+    /// The task.
+    pub id: pgrx::Uuid,
+    /// Its number.
+    pub attempt: i32,
+    /// The lease it ran under.
+    pub lease: pgrx::Uuid,
+    /// When it was claimed.
+    pub started_at: Instant,
+    /// Who claimed it.
+    pub worker: &'a str,
+}
+
+/// Writes the row of an ended attempt.
+pub fn attempt(session: &Session, name: &str, attempt: &Attempt, ended: &str, at: Instant, error: Option<&str>, usage: &Usage) {
+    let [run_id, trace_id, model, input, cached, output, model_cost, compute_cost, confidence, meta] = usage.params();
+    session.run(
+        &ATTEMPT,
+        &[
+            arg(name),
+            arg(attempt.id),
+            arg(attempt.attempt),
+            arg(attempt.lease),
+            arg(attempt.started_at),
+            arg(at),
+            arg(ended),
+            arg(attempt.worker),
+            arg(error),
+            run_id,
+            trace_id,
+            model,
+            input,
+            cached,
+            output,
+            model_cost,
+            compute_cost,
+            confidence,
+            meta,
+        ],
+    );
+}
+
+/// How a task finished.
+pub struct Outcome<'a> {
+    /// `completed`, `failed` or `cancelled`.
+    pub outcome: &'a str,
+    /// The number of its last attempt.
+    pub attempt: i32,
+    /// The lease that finished it, if one did.
+    pub lease: Option<pgrx::Uuid>,
+    /// Why, where it did not complete.
+    pub error: Option<&'a str>,
+    /// The result.
+    pub result: Option<RawJsonb>,
+}
+
+/// Writes a task's outcome.
+pub fn outcome(session: &Session, name: &str, id: pgrx::Uuid, at: Instant, outcome: &Outcome) {
+    session.run(
+        &OUTCOME,
+        &[arg(name), arg(id), arg(outcome.outcome), arg(outcome.attempt), arg(outcome.lease), arg(at), arg(outcome.error), arg(outcome.result)],
+    );
+}
+
+/// Tells the world at commit that something of the queue changed place or ended, and wakes one waiter for each of `ready` tasks that became claimable.
+pub fn announce(queue: &Queue, ready: usize) {
+    if ready > 0 {
+        waiters::ready(queue.number, ready);
+    }
+    if queue.notify {
+        bells::ring(Instance::here(), bells::Kind::Queue, queue.number.unsigned_abs());
+    }
+}

@@ -1,0 +1,54 @@
+//! The configuration's generation: queues, lanes and budgets are cached per backend, and a committed change of any of them moves the generation so that
+//! every backend reads them anew at its next call.
+
+use crate::xact::Pending;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// In shared memory.
+#[repr(C)]
+pub struct Shared {
+    generation: AtomicU64,
+}
+
+impl Shared {
+    pub(super) fn init(&mut self) {
+        // Zero means "never read" to a backend's cache.
+        self.generation = AtomicU64::new(1);
+    }
+}
+
+thread_local! {
+    /// One entry for each change of configuration in this transaction.
+    pub static PENDING: Pending<()> = const { Pending::new() };
+}
+
+/// Notes that this transaction changed a queue, lane or budget.
+pub fn changed() {
+    PENDING.with(|p| p.push(()));
+}
+
+/// Whether this transaction has changed the configuration: then nothing it reads of it may be kept.
+pub fn changed_here() -> bool {
+    PENDING.with(|p| p.any(|_| true))
+}
+
+/// The current generation.
+pub fn generation(shared: &super::Shared) -> u64 {
+    shared.config.generation.load(Ordering::Acquire)
+}
+
+fn bump() {
+    if let Some(shared) = super::get() {
+        shared.config.generation.fetch_add(1, Ordering::AcqRel);
+    }
+}
+
+/// At commit: every backend reads anew.
+pub fn commit(_: &()) {
+    bump();
+}
+
+/// At abort: this backend may have kept a name that is gone again.
+pub fn abort(_: &()) {
+    bump();
+}

@@ -1,0 +1,275 @@
+//! The only way to PostgreSQL's executor: statements that are prepared once per backend and kept, planned generically whatever the user's
+//! `plan_cache_mode` says, run read-write with a fresh snapshot each, and taking no transaction id until something is written.
+
+use crate::errors;
+use pgrx::prelude::*;
+use std::cell::Cell;
+use std::ffi::{CStr, CString};
+
+/// One argument of a statement; `None` is SQL null.
+pub type Param = Option<pg_sys::Datum>;
+
+/// Makes a statement's argument of a Rust value. Call it inside [`connect`], so that what it allocates is freed there.
+pub fn arg<T: IntoDatum>(value: T) -> Param {
+    value.into_datum()
+}
+
+/// A statement with its kept plan. Declare it as a `static`; a backend is one process with one thread and prepares it at first use.
+pub struct Statement {
+    sql: &'static CStr,
+    types: &'static [pg_sys::Oid],
+    plan: Cell<pg_sys::SPIPlanPtr>,
+}
+
+// SAFETY: a backend runs one thread; forked children start before any plan is made.
+unsafe impl Sync for Statement {}
+
+impl Statement {
+    /// A statement with `$1 …` of the given types.
+    pub const fn new(sql: &'static CStr, types: &'static [pg_sys::Oid]) -> Self {
+        Statement { sql, types, plan: Cell::new(std::ptr::null_mut()) }
+    }
+
+    fn plan(&self) -> pg_sys::SPIPlanPtr {
+        if self.plan.get().is_null() {
+            self.plan.set(prepare(self.sql, self.types));
+        }
+        self.plan.get()
+    }
+}
+
+/// A kept plan whose text was made at run time (a state table's merge). Freed when dropped.
+pub struct Prepared {
+    plan: pg_sys::SPIPlanPtr,
+    args: usize,
+}
+
+impl Prepared {
+    /// Prepares and keeps `sql`. Must be called inside [`connect`].
+    pub fn new(sql: &str, types: &[pg_sys::Oid]) -> Self {
+        let Ok(text) = CString::new(sql) else { errors::internal("a compiled statement contains a zero byte") };
+        Prepared { plan: prepare(&text, types), args: types.len() }
+    }
+}
+
+impl Drop for Prepared {
+    fn drop(&mut self) {
+        // SAFETY: the plan was kept by `prepare` and is not used again.
+        unsafe { pg_sys::SPI_freeplan(self.plan) };
+    }
+}
+
+fn prepare(sql: &CStr, types: &[pg_sys::Oid]) -> pg_sys::SPIPlanPtr {
+    let mut types = types.to_vec();
+    // SAFETY: `types` outlives the call; the text is a C string; errors are raised by PostgreSQL.
+    unsafe {
+        let plan = pg_sys::SPI_prepare_cursor(sql.as_ptr(), types.len() as i32, types.as_mut_ptr(), pg_sys::CURSOR_OPT_GENERIC_PLAN as i32);
+        if plan.is_null() || pg_sys::SPI_keepplan(plan) != 0 {
+            let code = pg_sys::SPI_result;
+            errors::internal(&format!("a statement could not be prepared (SPI {code}): {}", sql.to_string_lossy()));
+        }
+        plan
+    }
+}
+
+/// An open SPI connection; closed when dropped, also by an error's unwinding.
+pub struct Session(());
+
+/// Runs `work` inside an SPI connection.
+pub fn connect<R>(work: impl FnOnce(&Session) -> R) -> R {
+    // SAFETY: opens a nested SPI level that the guard closes.
+    if unsafe { pg_sys::SPI_connect() } != pg_sys::SPI_OK_CONNECT as i32 {
+        errors::internal("SPI_connect failed");
+    }
+    let session = Session(());
+    work(&session)
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        // After an error PostgreSQL unwinds its own SPI stack when the (sub)transaction aborts.
+        if !std::thread::panicking() {
+            // SAFETY: closes the level this guard opened.
+            unsafe { pg_sys::SPI_finish() };
+        }
+    }
+}
+
+/// Generic plans while it lives: the user's `force_custom_plan` would plan every call anew.
+struct GenericPlans(i32);
+
+impl GenericPlans {
+    fn set() -> Self {
+        // SAFETY: a plain int of this backend.
+        unsafe {
+            let before = pg_sys::plan_cache_mode;
+            pg_sys::plan_cache_mode = pg_sys::PlanCacheMode::PLAN_CACHE_MODE_FORCE_GENERIC_PLAN as i32;
+            GenericPlans(before)
+        }
+    }
+}
+
+impl Drop for GenericPlans {
+    fn drop(&mut self) {
+        // SAFETY: as above.
+        unsafe { pg_sys::plan_cache_mode = self.0 };
+    }
+}
+
+impl Session {
+    /// Runs a kept statement to its end.
+    pub fn run(&self, statement: &Statement, params: &[Param]) -> Rows {
+        self.execute(statement.plan(), statement.types.len(), params)
+    }
+
+    /// Runs a statement prepared at run time to its end.
+    pub fn run_prepared(&self, statement: &Prepared, params: &[Param]) -> Rows {
+        self.execute(statement.plan, statement.args, params)
+    }
+
+    fn execute(&self, plan: pg_sys::SPIPlanPtr, args: usize, params: &[Param]) -> Rows {
+        if params.len() != args {
+            errors::internal(&format!("a statement of {args} arguments was given {}", params.len()));
+        }
+        let mut values: Vec<pg_sys::Datum> = params.iter().map(|p| p.unwrap_or(pg_sys::Datum::from(0usize))).collect();
+        let nulls: Vec<std::os::raw::c_char> = params.iter().map(|p| if p.is_some() { b' ' } else { b'n' } as std::os::raw::c_char).collect();
+        let generic = GenericPlans::set();
+        // SAFETY: plan, values and nulls agree in number and type; the tuple table lives until this SPI level ends.
+        let rows = unsafe {
+            let code = pg_sys::SPI_execute_plan(plan, values.as_mut_ptr(), nulls.as_ptr(), false, 0);
+            if code < 0 {
+                errors::internal(&format!("SPI_execute_plan answered {code}"));
+            }
+            Rows { table: pg_sys::SPI_tuptable, count: pg_sys::SPI_processed as usize }
+        };
+        drop(generic);
+        rows
+    }
+
+    /// Runs text that is made and used once (DDL of `create_state`).
+    pub fn execute_once(&self, sql: &str) {
+        let Ok(text) = CString::new(sql) else { errors::internal("a statement contains a zero byte") };
+        // SAFETY: text is a C string; errors are raised by PostgreSQL.
+        let code = unsafe { pg_sys::SPI_execute(text.as_ptr(), false, 0) };
+        if code < 0 {
+            errors::internal(&format!("SPI_execute answered {code}"));
+        }
+    }
+}
+
+/// What a statement returned. Valid inside the [`connect`] it came from.
+pub struct Rows {
+    table: *mut pg_sys::SPITupleTable,
+    count: usize,
+}
+
+impl Rows {
+    /// Rows returned, or, without RETURNING, rows changed.
+    pub fn len(&self) -> usize {
+        self.count
+    }
+
+    /// Whether nothing was returned or changed.
+    pub fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    fn datum(&self, row: usize, column: usize) -> Option<pg_sys::Datum> {
+        debug_assert!(row < self.count);
+        // SAFETY: the tuple table is open; SPI checks the column number.
+        unsafe {
+            let tuple = *(*self.table).vals.add(row);
+            let mut is_null = true;
+            let datum = pg_sys::SPI_getbinval(tuple, (*self.table).tupdesc, column as i32, &mut is_null);
+            (!is_null).then_some(datum)
+        }
+    }
+
+    /// Column `column` (from 1) of row `row` (from 0), copied into Rust. The statement's text fixes its type, so casts belong there.
+    pub fn get<T: FromDatum>(&self, row: usize, column: usize) -> Option<T> {
+        let datum = self.datum(row, column)?;
+        // SAFETY: the SQL text yields a column of T's type.
+        unsafe { T::from_datum(datum, false) }
+    }
+
+    /// As [`Rows::get`] for a column that is never null by the tables' constraints.
+    pub fn must<T: FromDatum>(&self, row: usize, column: usize) -> T {
+        match self.get(row, column) {
+            Some(value) => value,
+            None => errors::internal(&format!("column {column} of row {row} is null")),
+        }
+    }
+
+    /// A pass-by-reference column copied to memory that outlives SPI (the calling function's), still as a datum.
+    pub fn lift(&self, row: usize, column: usize) -> Option<pg_sys::Datum> {
+        let datum = self.datum(row, column)?;
+        // SAFETY: copies a varlena into the upper context while SPI is open; a toast pointer stays a pointer.
+        Some(unsafe { pg_sys::SPI_datumTransfer(datum, false, -1) })
+    }
+}
+
+/// The extension's owner and schema, looked up in the system caches.
+pub struct Home {
+    /// The role that owns the schema `stint`.
+    pub owner: pg_sys::Oid,
+    /// The schema's oid: it changes with every CREATE EXTENSION, so it names this instance of the extension in shared memory.
+    pub schema: pg_sys::Oid,
+}
+
+/// Where the extension lives in this database; an error where it does not.
+pub fn home() -> Home {
+    // SAFETY: plain system cache look-ups, the tuple released at once.
+    unsafe {
+        let schema = pg_sys::get_namespace_oid(c"stint".as_ptr(), true);
+        if schema != pg_sys::InvalidOid {
+            let tuple = pg_sys::SearchSysCache1(pg_sys::SysCacheIdentifier::NAMESPACEOID as i32, schema.into());
+            if !tuple.is_null() {
+                let owner = (*pg_sys::GETSTRUCT(tuple).cast::<pg_sys::FormData_pg_namespace>()).nspowner;
+                pg_sys::ReleaseSysCache(tuple);
+                return Home { owner, schema };
+            }
+        }
+    }
+    errors::not_installed()
+}
+
+/// The role whose rights are in force while it lives; the caller's come back when it is dropped, on every path.
+pub struct Identity {
+    role: pg_sys::Oid,
+    context: i32,
+}
+
+impl Identity {
+    /// The extension owner's rights, for statements on the extension's own tables.
+    pub fn owner() -> Self {
+        Self::switch(home().owner, pg_sys::SECURITY_LOCAL_USERID_CHANGE as i32)
+    }
+
+    /// The rights of a state table's owner, restricted as REFRESH MATERIALIZED VIEW restricts them: its triggers, domains and expression indexes are user
+    /// code and must not gain ours.
+    pub fn restricted(role: pg_sys::Oid) -> Self {
+        Self::switch(role, (pg_sys::SECURITY_LOCAL_USERID_CHANGE | pg_sys::SECURITY_RESTRICTED_OPERATION) as i32)
+    }
+
+    fn switch(to: pg_sys::Oid, add: i32) -> Self {
+        let (mut role, mut context) = (pg_sys::InvalidOid, 0);
+        // SAFETY: PostgreSQL's own pair, restored in Drop; an abort restores it too.
+        unsafe {
+            pg_sys::GetUserIdAndSecContext(&mut role, &mut context);
+            pg_sys::SetUserIdAndSecContext(to, context | add);
+        }
+        Identity { role, context }
+    }
+
+    /// The role in force before the switch: the one whose rights a verb checks.
+    pub fn caller(&self) -> pg_sys::Oid {
+        self.role
+    }
+}
+
+impl Drop for Identity {
+    fn drop(&mut self) {
+        // SAFETY: puts back what `switch` found.
+        unsafe { pg_sys::SetUserIdAndSecContext(self.role, self.context) };
+    }
+}
