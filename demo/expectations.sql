@@ -17,13 +17,13 @@ select * from (values
         (select count(*) || ' asked, ' || count(*) filter (where created) || ' made' from enqueued),
         (select count(*) > count(distinct id) and count(distinct id) = count(*) filter (where created) from enqueued)),
     (4, 'the killed worker''s task was finished by another',
-        (select count(*) || ' recovered' from kills k join stint.attempts a on a.id = k.id and a.outcome = 'completed'
+        (select count(*) || ' recovered' from kills k join stint.attempts a on a.id = k.id and a.ended = 'completed'
          where a.worker <> k.worker),
         (select count(*) > 0 and bool_and(
                     exists (select from stint.attempts a
-                            where a.queue = 'extract' and a.id = k.id and a.attempt = k.attempt and a.outcome = 'lapsed')
+                            where a.queue = 'extract' and a.id = k.id and a.attempt = k.attempt and a.ended = 'lapsed')
                     and exists (select from stint.attempts a
-                                where a.queue = 'extract' and a.id = k.id and a.worker <> k.worker and a.outcome = 'completed'))
+                                where a.queue = 'extract' and a.id = k.id and a.worker <> k.worker and a.ended = 'completed'))
          from kills k)),
     (5, 'repeated callbacks changed nothing',
         (select count(*) || ' repeated, ' || count(*) filter (where first) || ' accepted' from callbacks where call = 'again'),

@@ -15,13 +15,13 @@ set client_min_messages = warning;
 \pset format unaligned
 select format(E'%s documents, %s, read by %s workers in %s s: %s a second\n'
               '%s tokens, $%s; %s attempts lapsed and were recovered; %s callbacks repeated or late were refused',
-    count(distinct id) filter (where outcome = 'completed'),
+    (select completed from stint.queue_stats where queue = 'extract'),
     (select pg_size_pretty(sum((payload->>'bytes')::bigint)) from stint.task_payloads where queue = 'extract'),
     count(distinct worker),
-    round(extract(epoch from max(finished_at) - min(started_at)), 1),
-    round(count(distinct id) filter (where outcome = 'completed') / extract(epoch from max(finished_at) - min(started_at)), 1),
+    round(extract(epoch from max(ended_at) - min(started_at)), 1),
+    round(count(distinct id) / extract(epoch from max(ended_at) - min(started_at)), 1),
     to_char(sum(input_tokens) + sum(output_tokens), 'FM999,999,999'), round(sum(model_cost), 2),
-    count(*) filter (where outcome = 'lapsed'),
+    count(*) filter (where ended = 'lapsed'),
     (select count(*) from callbacks where not first))
 from stint.attempts where queue = 'extract';
 \pset format aligned
@@ -36,13 +36,13 @@ select queue, scheduled, ready, running, completed, failed, cancelled from stint
 \echo '── Trouble: one worker is killed, one oversleeps; the maintenance worker takes their tasks back'
 select p.payload->>'package' as package, l.attempt, l.worker as "lapsed with",
        case when exists (select from kills k where k.id = l.id and k.attempt = l.attempt) then 'killed' else 'overslept' end as why,
-       n.worker as "finished by", n.attempt as "in attempt",
-       round(extract(epoch from n.started_at - l.started_at), 1) as "taken up after s"
+       n.worker as "taken up by", round(extract(epoch from n.started_at - l.started_at), 1) as "after s",
+       coalesce(f.worker, l.worker || ', late') as "finished by"
 from stint.attempts l
 join stint.task_payloads p using (queue, id)
-left join lateral (select * from stint.attempts a
-                   where a.queue = l.queue and a.id = l.id and a.outcome = 'completed' limit 1) n on true
-where l.queue = 'extract' and l.outcome = 'lapsed'
+left join stint.attempts n on n.queue = l.queue and n.id = l.id and n.attempt = l.attempt + 1
+left join stint.attempts f on f.queue = l.queue and f.id = l.id and f.ended = 'completed'
+where l.queue = 'extract' and l.ended = 'lapsed'
 order by l.started_at;
 
 \echo '── Callbacks, as the workers were answered: one is accepted per task, whatever comes twice or late'
@@ -54,7 +54,7 @@ from callbacks group by call, outcome, first order by call desc, answers desc;
 select coalesce(agent, 'all') as agent, count(distinct id) as tasks, count(*) as attempts,
        to_char(sum(input_tokens), 'FM999,999,999') as "tokens in", to_char(sum(output_tokens), 'FM999,999,999') as "tokens out",
        to_char(sum(model_cost), 'FM$990.000000') as cost, round(avg(confidence)::numeric, 2) as confidence
-from stint.attempts a join stint.tasks t using (queue, id)
+from stint.attempts
 where queue = 'extract'
 group by rollup (agent) order by grouping(agent), agent;
 
@@ -63,9 +63,9 @@ select coalesce(a.worker, 'all') as worker, count(*) as tasks,
        round(percentile_cont(0.5) within group (order by ms)::numeric, 1) as median,
        round(percentile_cont(0.95) within group (order by ms)::numeric, 1) as p95,
        round(max(ms)::numeric, 1) as longest,
-       round((count(*) / extract(epoch from max(finished_at) - min(started_at)))::numeric, 1) as "tasks per s"
-from (select *, extract(epoch from finished_at - started_at) * 1000 as ms
-      from stint.attempts where queue = 'extract' and outcome = 'completed') a
+       round((count(*) / extract(epoch from max(ended_at) - min(started_at)))::numeric, 1) as "tasks per s"
+from (select *, extract(epoch from run_time) * 1000 as ms
+      from stint.attempts where queue = 'extract' and ended = 'completed') a
 group by rollup (worker) order by grouping(worker), worker;
 
 \echo '── The budget: how full, in ten samples a second while tasks were left'
@@ -77,6 +77,12 @@ select max(s.running) || ' of ' || b.max_running as "running, peak",
 from samples s, stint.budgets b
 where b.budget = 'readers' and s.ready > 0
 group by b.max_running, b.max_tokens;
+\pset tuples_only on
+\pset format unaligned
+select format(E'Of %s, then the next in line, stint.explain() said:\n  %s\n', p.payload->>'package', e.says)
+from explanations e join stint.task_payloads p using (id) limit 1;
+\pset tuples_only off
+\pset format aligned
 
 \echo '── Two writers, one table: each fills its own columns; repeated or stale rows change nothing'
 select writer, pass, count(*) as calls, sum(inserted) as inserted, sum(updated) as updated, sum(unchanged) as unchanged,

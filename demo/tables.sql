@@ -65,6 +65,13 @@ create table samples (
     next_tokens      bigint             -- what the smallest ready task needs
 );
 
+-- What stint.explain() said of the first task in line when the budget had no tokens for it.
+create table explanations (
+    at   timestamptz not null default clock_timestamp(),
+    id   uuid not null,
+    says text not null
+);
+
 -- Whom the controller killed, on which task.
 create table kills (
     at      timestamptz not null default clock_timestamp(),

@@ -50,7 +50,7 @@ class Worker:
     def __init__(self, name, twice=False, late=False):
         self.name = name
         self.twice = twice
-        self.lateness = ["until it waits for its retry", "until somebody else has finished it"] if late else []
+        self.lateness = ["until it is taken back", "until another has finished it"] if late else []
         self.stopping = False
         self.db = psycopg.connect(application_name=name, autocommit=True, row_factory=psycopg.rows.dict_row)
 
@@ -92,9 +92,9 @@ class Worker:
         while not self.stopping and time.monotonic() < give_up:
             now = self.one(STANDING, id=task["id"])
             lapsed = now["status"] != "running" or now["attempt"] != task["attempt"]
-            if lapsed and (now["status"] == "completed" or how_long == "until it waits for its retry"):
+            if lapsed and (now["status"] == "completed" or how_long == "until it is taken back"):
                 break
-            time.sleep(0.05)
+            time.sleep(0.01)
         self.complete(task, "late", findings, tokens_in, tokens_out)
 
     def complete(self, task, call, findings, tokens_in, tokens_out):
