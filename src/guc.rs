@@ -1,6 +1,7 @@
 //! Every setting of the extension, read through accessors. Limits are enforced before work starts.
 
 use pgrx::guc::{GucContext, GucFlags, GucRegistry, GucSetting};
+use pgrx::pg_sys;
 
 static MAX_BUDGETS: GucSetting<i32> = GucSetting::<i32>::new(1024);
 static MAX_DATABASES: GucSetting<i32> = GucSetting::<i32>::new(64);
@@ -16,26 +17,11 @@ static DOORBELL_MS: GucSetting<i32> = GucSetting::<i32>::new(50);
 /// Registers the settings. Called once, from `_PG_init`.
 pub fn init() {
     let flags = GucFlags::default();
-    GucRegistry::define_int_guc(
-        c"stint.max_budgets",
-        c"Budgets of all databases whose live usage fits in shared memory.",
-        c"A budgeted claim that finds the table full is refused.",
-        &MAX_BUDGETS,
-        16,
-        1_000_000,
-        GucContext::Postmaster,
-        flags,
-    );
-    GucRegistry::define_int_guc(
-        c"stint.max_databases",
-        c"Databases of the cluster that can have a maintenance worker.",
-        c"A database beyond it has none; stint.doctor() says so.",
-        &MAX_DATABASES,
-        1,
-        1024,
-        GucContext::Postmaster,
-        flags,
-    );
+    // Defining one of these in a session that loads the library late would end the session.
+    // SAFETY: a flag of the postmaster.
+    if unsafe { pg_sys::process_shared_preload_libraries_in_progress } {
+        sizes_of_shared_memory(flags);
+    }
     GucRegistry::define_int_guc(
         c"stint.max_payload",
         c"Largest payload, result, progress, labels or meta value.",
@@ -115,6 +101,30 @@ pub fn init() {
         60_000,
         GucContext::Sighup,
         GucFlags::UNIT_MS,
+    );
+}
+
+/// Settings that can only be had while the server starts.
+fn sizes_of_shared_memory(flags: GucFlags) {
+    GucRegistry::define_int_guc(
+        c"stint.max_budgets",
+        c"Budgets of all databases whose live usage fits in shared memory.",
+        c"A budgeted claim that finds the table full is refused.",
+        &MAX_BUDGETS,
+        16,
+        1_000_000,
+        GucContext::Postmaster,
+        flags,
+    );
+    GucRegistry::define_int_guc(
+        c"stint.max_databases",
+        c"Databases of the cluster that can have a maintenance worker.",
+        c"A database beyond it has none; stint.doctor() says so.",
+        &MAX_DATABASES,
+        1,
+        1024,
+        GucContext::Postmaster,
+        flags,
     );
 }
 

@@ -116,6 +116,16 @@ impl Drop for GenericPlans {
     }
 }
 
+fn execute_latest(plan: pg_sys::SPIPlanPtr, values: *mut pg_sys::Datum, nulls: *const std::os::raw::c_char) -> i32 {
+    // SAFETY: the snapshot is registered while the statement runs, as the foreign key triggers do it; an abort releases it too.
+    unsafe {
+        let snapshot = pg_sys::RegisterSnapshot(pg_sys::GetLatestSnapshot());
+        let code = pg_sys::SPI_execute_snapshot(plan, values, nulls, snapshot, std::ptr::null_mut(), false, true, 0);
+        pg_sys::UnregisterSnapshot(snapshot);
+        code
+    }
+}
+
 impl Session {
     /// Runs a kept statement to its end.
     pub fn run(&self, statement: &Statement, params: &[Param]) -> Rows {
@@ -127,21 +137,52 @@ impl Session {
         self.execute(statement.plan, statement.args, params)
     }
 
+    /// Runs a kept statement that only reads, with the snapshot of the query that called us: for a STABLE function, whose answer must fit the rows that the
+    /// rest of its query sees.
+    pub fn read(&self, statement: &Statement, params: &[Param]) -> Rows {
+        self.execute_with(statement.plan(), statement.types.len(), params, |plan, values, nulls| {
+            // SAFETY: as `execute_with` promises.
+            unsafe { pg_sys::SPI_execute_plan(plan, values, nulls, true, 0) }
+        })
+    }
+
+    /// Runs a kept statement with what is committed now, also under REPEATABLE READ: for looking again after a lock was got.
+    pub fn run_latest(&self, statement: &Statement, params: &[Param]) -> Rows {
+        self.execute_with(statement.plan(), statement.types.len(), params, execute_latest)
+    }
+
+    /// As [`Session::run_latest`] for a statement prepared at run time.
+    pub fn run_prepared_latest(&self, statement: &Prepared, params: &[Param]) -> Rows {
+        self.execute_with(statement.plan, statement.args, params, execute_latest)
+    }
+
     fn execute(&self, plan: pg_sys::SPIPlanPtr, args: usize, params: &[Param]) -> Rows {
+        self.execute_with(plan, args, params, |plan, values, nulls| {
+            // SAFETY: as `execute_with` promises.
+            unsafe { pg_sys::SPI_execute_plan(plan, values, nulls, false, 0) }
+        })
+    }
+
+    /// Calls `call` with plan, values and nulls that agree in number and type, in PostgreSQL's own form.
+    fn execute_with(
+        &self,
+        plan: pg_sys::SPIPlanPtr,
+        args: usize,
+        params: &[Param],
+        call: impl FnOnce(pg_sys::SPIPlanPtr, *mut pg_sys::Datum, *const std::os::raw::c_char) -> i32,
+    ) -> Rows {
         if params.len() != args {
             errors::internal(&format!("a statement of {args} arguments was given {}", params.len()));
         }
         let mut values: Vec<pg_sys::Datum> = params.iter().map(|p| p.unwrap_or(pg_sys::Datum::from(0usize))).collect();
         let nulls: Vec<std::os::raw::c_char> = params.iter().map(|p| if p.is_some() { b' ' } else { b'n' } as std::os::raw::c_char).collect();
         let generic = GenericPlans::set();
-        // SAFETY: plan, values and nulls agree in number and type; the tuple table lives until this SPI level ends.
-        let rows = unsafe {
-            let code = pg_sys::SPI_execute_plan(plan, values.as_mut_ptr(), nulls.as_ptr(), false, 0);
-            if code < 0 {
-                errors::internal(&format!("SPI_execute_plan answered {code}"));
-            }
-            Rows { table: pg_sys::SPI_tuptable, count: pg_sys::SPI_processed as usize }
-        };
+        let code = call(plan, values.as_mut_ptr(), nulls.as_ptr());
+        if code < 0 {
+            errors::internal(&format!("SPI_execute_plan answered {code}"));
+        }
+        // SAFETY: SPI's result variables; the tuple table lives until this SPI level ends.
+        let rows = unsafe { Rows { table: pg_sys::SPI_tuptable, count: pg_sys::SPI_processed as usize } };
         drop(generic);
         rows
     }

@@ -3,7 +3,7 @@
 //! there is a server PANIC.
 
 use crate::errors::Fault;
-use crate::shmem::{bells, budgets, config, waiters};
+use crate::shmem::{bells, budgets, config, waiters, workers};
 use pgrx::pg_sys::{SubXactEvent, XactEvent};
 use pgrx::prelude::*;
 use std::cell::RefCell;
@@ -81,6 +81,7 @@ unsafe extern "C-unwind" fn on_xact(event: XactEvent::Type, _arg: *mut c_void) {
             config::PENDING.with(|p| p.drain(config::commit));
             bells::PENDING.with(|p| p.drain(bells::commit));
             waiters::PENDING.with(|p| p.drain(waiters::commit));
+            workers::PENDING.with(|p| p.drain(workers::commit));
         }
         XactEvent::XACT_EVENT_ABORT => {
             budgets::PENDING.with(|p| p.drain(budgets::abort));
@@ -88,10 +89,12 @@ unsafe extern "C-unwind" fn on_xact(event: XactEvent::Type, _arg: *mut c_void) {
             bells::PENDING.with(|p| p.drain(|_| ()));
             waiters::PENDING.with(|p| p.drain(waiters::abort));
             waiters::pass_on();
+            workers::PENDING.with(|p| p.drain(|_| ()));
         }
         XactEvent::XACT_EVENT_PREPARE => {
             bells::PENDING.with(|p| p.drain(|_| ()));
             waiters::PENDING.with(|p| p.drain(|_| ()));
+            workers::PENDING.with(|p| p.drain(|_| ()));
         }
         _ => {}
     }
@@ -119,6 +122,7 @@ unsafe extern "C-unwind" fn on_subxact(event: SubXactEvent::Type, me: pg_sys::Su
             config::PENDING.with(|p| p.reassign(me, parent));
             bells::PENDING.with(|p| p.reassign(me, parent));
             waiters::PENDING.with(|p| p.reassign(me, parent));
+            workers::PENDING.with(|p| p.reassign(me, parent));
         }
         SubXactEvent::SUBXACT_EVENT_ABORT_SUB => {
             budgets::PENDING.with(|p| p.drain_sub(me, budgets::abort));
@@ -126,6 +130,7 @@ unsafe extern "C-unwind" fn on_subxact(event: SubXactEvent::Type, me: pg_sys::Su
             bells::PENDING.with(|p| p.drain_sub(me, |_| ()));
             waiters::PENDING.with(|p| p.drain_sub(me, waiters::abort));
             waiters::pass_on();
+            workers::PENDING.with(|p| p.drain_sub(me, |_| ()));
         }
         _ => {}
     }

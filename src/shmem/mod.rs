@@ -75,7 +75,7 @@ unsafe extern "C-unwind" fn request() {
     call_previous(&PREVIOUS_REQUEST);
     // SAFETY: called by the postmaster while requests are taken.
     unsafe {
-        pg_sys::RequestAddinShmemSpace(size_of::<Shared>() + budgets::table_size());
+        pg_sys::RequestAddinShmemSpace(size_of::<Shared>() + budgets::table_size() + workers::table_size());
         pg_sys::RequestNamedLWLockTranche(TRANCHE.as_ptr(), LOCKS);
     }
 }
@@ -95,6 +95,7 @@ unsafe extern "C-unwind" fn startup() {
             (*shared).config.init();
         }
         budgets::attach_table();
+        workers::attach_table();
         pg_sys::LWLockRelease(addin);
         LOCK_ARRAY.store(pg_sys::GetNamedLWLockTranche(TRANCHE.as_ptr()), Ordering::Release);
         SHARED.store(shared, Ordering::Release);
