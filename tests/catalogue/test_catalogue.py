@@ -65,12 +65,14 @@ def test_every_argument_can_be_written_by_name(installed):
 
 
 def test_every_column_can_be_written_without_quotes(installed):
+    """But for `check`, what stint.doctor() says it looked at: it is read by people, and there is no better word."""
     assert_none(
         installed,
         f"""
         SELECT f.name, a.argument
         FROM ({FUNCTIONS}) f, unnest(f.proargmodes, f.proargnames) AS a(mode, argument)
         WHERE a.mode IN ('o', 't')
+          AND (f.proname, a.argument) <> ('doctor', 'check')
           AND (quote_ident(a.argument) <> a.argument
                AND a.argument NOT IN (SELECT word FROM pg_get_keywords() WHERE catcode = 'C'))
         UNION ALL
