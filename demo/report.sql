@@ -14,7 +14,7 @@ set client_min_messages = warning;
 \pset tuples_only on
 \pset format unaligned
 select format(E'%s documents, %s, read by %s workers in %s s: %s a second\n'
-              '%s tokens, $%s; %s attempts lapsed and were recovered; %s callbacks repeated or late were refused',
+              '%s tokens, $%s; %s lapsed attempts recovered; %s repeated or late callbacks refused',
     (select completed from stint.queue_stats where queue = 'extract'),
     (select pg_size_pretty(sum((payload->>'bytes')::bigint)) from stint.task_payloads where queue = 'extract'),
     count(distinct worker),
