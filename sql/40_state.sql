@@ -63,7 +63,7 @@ $$Merges rows into a state table as its declaration says. A batch in which a key
 
 relation  the state table
 rows      array of objects whose fields are column names, the whole primary key among them; at most stint.max_batch. PostgreSQL reads the values by the columns' types; JSON null is null.
-          Leave generated and identity columns out. A NOT NULL column must be in every row
+          Leave generated and identity columns out. A NOT NULL column must be in every row; defaults are not applied
 kind      'upsert', 'delete' or 'retract' (an older image is withdrawn, as -U in a changelog; for deduplicate the same as 'delete', ignored where deletes is 'remove' without a sequence group)
 
 inserted, updated, deleted, unchanged  keys; a key whose row would read the same is not written
@@ -72,5 +72,6 @@ late      rows that changed nothing because newer ones were there already
 It runs as the table's owner; the caller needs INSERT and UPDATE on the table, for deletes DELETE, where they empty groups UPDATE as well.
 Errors: 42704 not a state table, 42501 a right is missing, 22023 rows or kind unfit, 42703 no such column, 23502 a key is missing, 428C9 a column PostgreSQL fills, 54000 too many
 rows, 55000 deletes are refused, and what the table's own types and constraints raise. Under REPEATABLE READ and SERIALIZABLE a concurrent merge of the same key is 40001.
-Locks: rows in key order, then tombstones in key order. A delete with a sequence of a key that has no row first takes SHARE ROW EXCLUSIVE on the table.$$;
+Locks: rows in key order, then tombstones in key order. Deletes judged by sequence go one after the other per table, and one of a key that has no row first takes SHARE ROW EXCLUSIVE
+on the table.$$;
 REVOKE ALL ON FUNCTION stint.merge(regclass, jsonb, text) FROM PUBLIC;

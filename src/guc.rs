@@ -4,6 +4,7 @@ use pgrx::guc::{GucContext, GucFlags, GucRegistry, GucSetting};
 use pgrx::pg_sys;
 
 static MAX_BUDGETS: GucSetting<i32> = GucSetting::<i32>::new(1024);
+static MAX_LANES: GucSetting<i32> = GucSetting::<i32>::new(8192);
 static MAX_DATABASES: GucSetting<i32> = GucSetting::<i32>::new(64);
 static MAX_PAYLOAD_KB: GucSetting<i32> = GucSetting::<i32>::new(1024);
 static MAX_BATCH: GucSetting<i32> = GucSetting::<i32>::new(10_000);
@@ -117,6 +118,16 @@ fn sizes_of_shared_memory(flags: GucFlags) {
         flags,
     );
     GucRegistry::define_int_guc(
+        c"stint.max_lanes",
+        c"Lanes (queues and sets of budgets) of all databases whose heads fit in shared memory.",
+        c"A lane beyond it works, but its claims are not protected against a held snapshot.",
+        &MAX_LANES,
+        16,
+        10_000_000,
+        GucContext::Postmaster,
+        flags,
+    );
+    GucRegistry::define_int_guc(
         c"stint.max_databases",
         c"Databases of the cluster that can have a maintenance worker.",
         c"A database beyond it has none; stint.doctor() says so.",
@@ -135,6 +146,11 @@ fn at_least_zero(value: i32) -> usize {
 /// `stint.max_budgets`.
 pub fn max_budgets() -> usize {
     at_least_zero(MAX_BUDGETS.get())
+}
+
+/// `stint.max_lanes`.
+pub fn max_lanes() -> usize {
+    at_least_zero(MAX_LANES.get())
 }
 
 /// `stint.max_databases`.

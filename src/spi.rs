@@ -224,7 +224,9 @@ impl Rows {
     }
 
     fn datum(&self, row: usize, column: usize) -> Option<pg_sys::Datum> {
-        debug_assert!(row < self.count);
+        if row >= self.count || self.table.is_null() {
+            return None;
+        }
         // SAFETY: the tuple table is open; SPI checks the column number.
         unsafe {
             let tuple = *(*self.table).vals.add(row);

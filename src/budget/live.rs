@@ -53,15 +53,20 @@ pub fn enter() {
     unsafe { pg_sys::LockRelationOid(gate(), pg_sys::RowExclusiveLock as i32) };
 }
 
+/// What the running rows of the moment add up to, whatever snapshot the transaction keeps.
 fn sums(session: &Session) -> Vec<(i32, Usage)> {
-    let rows = session.run(&SUMS, &[]);
+    let rows = session.run_latest(&SUMS, &[]);
     (0..rows.len()).map(|at| (rows.must(at, 1), Usage { running: rows.must(at, 2), tokens: rows.must(at, 3) })).collect()
 }
 
 /// Adds up the running rows and makes that the live usage. SHARE on the gate is held. Returns the budgets that had drifted.
 fn load(session: &Session, instance: Instance) -> Vec<i32> {
-    let truth = sums(session);
-    let drifted = budgets::load(shmem::required(), instance, &truth);
+    let shared = shmem::required();
+    budgets::forget_dropped(shared);
+    let mut truth = sums(session);
+    // What this transaction has ended itself becomes free when it commits, not before.
+    budgets::add_unreleased(instance, &mut truth);
+    let drifted = budgets::load(shared, instance, &truth);
     SEEN.set(Some(instance));
     drifted
 }
@@ -71,22 +76,24 @@ pub fn ensure_loaded(session: &Session, instance: Instance) {
     if SEEN.get() == Some(instance) {
         return;
     }
-    // SAFETY: ordinary relation locks; both reads are of this backend's own state.
-    let (idle, old_snapshot) =
-        unsafe { (pg_sys::GetTopTransactionIdIfAny() == pg_sys::InvalidTransactionId, pg_sys::XactIsoLevel >= pg_sys::XACT_REPEATABLE_READ as i32) };
+    // SAFETY: a standby cannot take the lock below, and says so less clearly; the read is of this backend's own state.
+    let idle = unsafe {
+        pg_sys::PreventCommandDuringRecovery(c"stint.claim()".as_ptr());
+        pg_sys::GetTopTransactionIdIfAny() == pg_sys::InvalidTransactionId
+    };
     let share = pg_sys::ShareLock as i32;
     for _ in 0..PATIENCE_MS / 10 {
         if budgets::loaded(shmem::required(), instance) {
             SEEN.set(Some(instance));
             return;
         }
-        // A transaction that has written may hold the gate itself, and two such would wait for each other; one with an old snapshot cannot see the rows.
-        // Both leave it to the maintenance worker or to another session.
+        // A transaction that has written may hold the gate itself, and two such would wait for each other: it leaves the work to the maintenance worker or to
+        // another session while anybody else holds the gate.
         // SAFETY: as above.
         unsafe {
-            if idle && !old_snapshot {
+            if idle {
                 pg_sys::LockRelationOid(gate(), share);
-            } else if old_snapshot || !pg_sys::ConditionalLockRelationOid(gate(), share) {
+            } else if !pg_sys::ConditionalLockRelationOid(gate(), share) {
                 pg_sys::WaitLatch(
                     pg_sys::MyLatch,
                     (pg_sys::WL_LATCH_SET | pg_sys::WL_TIMEOUT | pg_sys::WL_EXIT_ON_PM_DEATH) as i32,

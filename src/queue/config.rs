@@ -2,7 +2,7 @@
 //! generation; never kept by a transaction that changed it or that reads with an old snapshot.
 
 use crate::errors;
-use crate::shmem::{self, config};
+use crate::shmem::{self, Instance, config};
 use crate::spi::{Session, Statement, arg};
 use crate::values::Instant;
 use pgrx::prelude::*;
@@ -94,12 +94,13 @@ impl Queue {
 }
 
 struct Cache {
+    instance: Option<Instance>,
     generation: u64,
     queues: HashMap<String, Rc<Queue>>,
 }
 
 thread_local! {
-    static CACHE: RefCell<Cache> = RefCell::new(Cache { generation: 0, queues: HashMap::new() });
+    static CACHE: RefCell<Cache> = RefCell::new(Cache { instance: None, generation: 0, queues: HashMap::new() });
 }
 
 /// The queue of that name; an error naming it, and the nearest there is, where it does not exist.
@@ -118,10 +119,12 @@ pub fn lookup(session: &Session, name: &str) -> Option<Rc<Queue>> {
         return read(session, name).map(Rc::new);
     }
     let generation = config::generation(shmem::required());
+    // DROP EXTENSION moves no generation, but the next CREATE EXTENSION is another instance.
+    let instance = Some(Instance::here());
     let kept = CACHE.with_borrow_mut(|cache| {
-        if cache.generation != generation {
+        if (cache.instance, cache.generation) != (instance, generation) {
             cache.queues.clear();
-            cache.generation = generation;
+            (cache.instance, cache.generation) = (instance, generation);
         }
         cache.queues.get(name).cloned()
     });

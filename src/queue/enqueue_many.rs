@@ -8,6 +8,8 @@ use crate::values::{Instant, RawJsonb};
 use crate::{errors, input, shmem};
 use pgrx::pg_sys::panic::CaughtError;
 use pgrx::prelude::*;
+use std::ffi::CString;
+use std::panic::AssertUnwindSafe;
 
 /// The fields an element may have.
 const FIELDS: [&str; 11] = ["payload", "priority", "run_at", "delay", "key", "agent", "tokens", "budgets", "max_attempts", "lease_for", "labels"];
@@ -30,17 +32,18 @@ static FAULTY: Statement = Statement::new(
     &[pg_sys::JSONBOID, pg_sys::TEXTARRAYOID],
 );
 
+/// The fields as text: what they mean is read element by element, so that an error can say which one it was.
 static TASKS: Statement = Statement::new(
     c"select e.task -> 'payload',
-             coalesce((e.task ->> 'priority')::int, 0),
-             (e.task ->> 'run_at')::timestamptz,
-             (e.task ->> 'delay')::interval,
+             e.task ->> 'priority',
+             e.task ->> 'run_at',
+             e.task ->> 'delay',
              e.task ->> 'key',
              e.task ->> 'agent',
-             (e.task ->> 'tokens')::bigint,
+             e.task ->> 'tokens',
              case when jsonb_typeof(e.task -> 'budgets') = 'array' then array(select jsonb_array_elements_text(e.task -> 'budgets')) end,
-             (e.task ->> 'max_attempts')::int,
-             (e.task ->> 'lease_for')::interval,
+             e.task ->> 'max_attempts',
+             e.task ->> 'lease_for',
              nullif(e.task -> 'labels', 'null')
       from jsonb_array_elements($1) with ordinality as e (task, at)
       order by e.at",
@@ -71,37 +74,68 @@ fn check_shape(session: &Session, tasks: RawJsonb) {
     errors::invalid(format!("task {at} {problem}"), "Each element is an object with the arguments of stint.enqueue, of which payload must be there.")
 }
 
-/// Reads the elements; what PostgreSQL says of a value it cannot read is kept, with where to look.
-fn read(session: &Session, tasks: RawJsonb) -> Rows {
-    PgTryBuilder::new(|| session.run(&TASKS, &[arg(tasks)]))
+/// Does what concerns element `at`, counted from 0; an error names it, and the field where one is given.
+fn of_task<T>(at: usize, field: Option<&str>, work: impl FnOnce() -> T) -> T {
+    PgTryBuilder::new(AssertUnwindSafe(work))
         .catch_others(|error| match error {
             CaughtError::PostgresError(report) | CaughtError::ErrorReport(report) => {
-                Fault::new(report.sql_error_code(), format!("a task in argument \"tasks\" cannot be read: {}", report.message()))
-                    .hint("Each element is an object with the arguments of stint.enqueue, of the same types.")
-                    .raise()
+                let field = field.map_or(String::new(), |field| format!(", field \"{field}\""));
+                let fault = Fault::new(report.sql_error_code(), format!("task {}{field}: {}", at + 1, report.message()));
+                let fault = report.detail().into_iter().fold(fault, |fault, detail| fault.detail(detail));
+                fault.hint(report.hint().unwrap_or("Each element is an object with the arguments of stint.enqueue, of the same types.")).raise()
             }
             other => other.rethrow(),
         })
         .execute()
 }
 
+/// A whole number in field `column` of element `at`.
+fn number<T: std::str::FromStr>(rows: &Rows, at: usize, column: usize) -> Option<T> {
+    let text: String = rows.get(at, column)?;
+    match text.parse() {
+        Ok(number) => Some(number),
+        Err(_) => errors::invalid(
+            format!("task {}, field \"{}\": \"{text}\" is not a whole number of the type that stint.enqueue takes", at + 1, FIELDS[column - 1]),
+            "Pass a JSON number without a fraction.",
+        ),
+    }
+}
+
+/// Field `column` of element `at`, read by the input function of its type.
+fn value<T: FromDatum>(rows: &Rows, at: usize, column: usize, input: u32) -> Option<T> {
+    let text: String = rows.get(at, column)?;
+    of_task(at, Some(FIELDS[column - 1]), || {
+        let text = CString::new(text).ok()?;
+        // SAFETY: an input function of a type whose values T takes; it reads the text and leaves it as it is.
+        unsafe {
+            let datum = pg_sys::OidInputFunctionCall(pg_sys::Oid::from(input), text.as_ptr().cast_mut(), pg_sys::InvalidOid, -1);
+            T::from_datum(datum, false)
+        }
+    })
+}
+
 fn request(session: &Session, rows: &Rows, at: usize) -> Request {
-    let budgets = input::names("budgets", rows.get(at, 8));
-    let request = Request {
-        payload: rows.must(at, 1),
-        priority: rows.must(at, 2),
-        run_at: rows.get(at, 3),
-        delay: rows.get(at, 4),
-        key: rows.get(at, 5),
-        agent: rows.get(at, 6),
-        tokens: rows.get(at, 7),
-        budgets: config::budget_numbers(session, &budgets),
-        max_attempts: rows.get(at, 9),
-        lease_for: rows.get(at, 10),
-        labels: rows.get(at, 11),
-    };
-    request.check();
-    request
+    let numbers = (number(rows, at, 2), number(rows, at, 7), number(rows, at, 9));
+    let (run_at, delay) = (value(rows, at, 3, pg_sys::F_TIMESTAMPTZ_IN), value(rows, at, 4, pg_sys::F_INTERVAL_IN));
+    let lease_for = value(rows, at, 10, pg_sys::F_INTERVAL_IN);
+    of_task(at, None, || {
+        let budgets = input::names("budgets", rows.get(at, 8));
+        let request = Request {
+            payload: rows.must(at, 1),
+            priority: numbers.0.unwrap_or(0),
+            run_at,
+            delay,
+            key: rows.get(at, 5),
+            agent: rows.get(at, 6),
+            tokens: numbers.1,
+            budgets: config::budget_numbers(session, &budgets),
+            max_attempts: numbers.2,
+            lease_for,
+            labels: rows.get(at, 11),
+        };
+        request.check();
+        request
+    })
 }
 
 /// See the SQL COMMENT of stint.enqueue_many.
@@ -118,7 +152,7 @@ fn enqueue_many(
     let stored = spi::connect(|session| {
         let queue = config::find(session, name);
         check_shape(session, tasks);
-        let rows = read(session, tasks);
+        let rows = session.run(&TASKS, &[arg(tasks)]);
         let requests: Vec<Request> = (0..rows.len()).map(|at| request(session, &rows, at)).collect();
         let mut stored: Vec<(i32, pgrx::Uuid, bool)> =
             (1..).take(requests.len()).map(|ordinality| (ordinality, pgrx::Uuid::from_bytes(stint_core::ids::task()), true)).collect();
@@ -131,9 +165,9 @@ fn enqueue_many(
             }
         }
         let mut ready = 0;
-        for (request, (_, id, created)) in requests.iter().zip(&stored) {
+        for (at, (request, (_, id, created))) in requests.iter().zip(&stored).enumerate() {
             if *created {
-                ready += usize::from(store_task(session, name, &queue, *id, request, now));
+                ready += usize::from(of_task(at, None, || store_task(session, name, &queue, *id, request, now)));
             }
         }
         if stored.iter().any(|(_, _, created)| *created) {

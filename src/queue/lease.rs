@@ -7,25 +7,16 @@ use crate::values::{Instant, RawInterval, RawJsonb};
 use crate::{input, shmem};
 use pgrx::prelude::*;
 
-/// A lease past its time but not yet swept is still the live one.
+/// A lease past its time but not yet swept is still the live one. It is renewed by microseconds: a day of an interval is not always 24 hours.
 static EXTEND: Statement = Statement::new(
     c"update stint.place_running r
-      set extended_until = $4 + coalesce($5, r.expires_at - r.started_at),
+      set extended_until = $4 + interval '1 microsecond' * coalesce($5, (extract(epoch from r.expires_at - r.started_at) * 1000000)::bigint),
           progress = coalesce($6, r.progress),
           run_id = coalesce($7, r.run_id),
           trace_id = coalesce($8, r.trace_id)
       where r.queue = $1 and r.id = $2 and r.lease = $3
       returning r.cancel_requested, r.extended_until",
-    &[
-        pg_sys::TEXTOID,
-        pg_sys::UUIDOID,
-        pg_sys::UUIDOID,
-        pg_sys::TIMESTAMPTZOID,
-        pg_sys::INTERVALOID,
-        pg_sys::JSONBOID,
-        pg_sys::TEXTOID,
-        pg_sys::TEXTOID,
-    ],
+    &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::UUIDOID, pg_sys::TIMESTAMPTZOID, pg_sys::INT8OID, pg_sys::JSONBOID, pg_sys::TEXTOID, pg_sys::TEXTOID],
 );
 
 static KNOWN: Statement = Statement::new(c"select from stint.task_facts f where f.queue = $1 and f.id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
@@ -45,9 +36,7 @@ fn extend(
     let name = input::name("queue", queue);
     let id = input::given("id", id);
     let lease = input::given("lease", lease);
-    if let Some(duration) = duration {
-        input::lease("duration", duration);
-    }
+    let duration = duration.map(|duration| input::lease("duration", duration));
     input::json("progress", progress);
     input::reference("run_id", run_id);
     input::reference("trace_id", trace_id);

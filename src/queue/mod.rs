@@ -11,6 +11,7 @@ pub mod finish;
 pub mod keys;
 pub mod late;
 pub mod lease;
+pub mod lines;
 pub mod promote;
 pub mod release;
 pub mod store;

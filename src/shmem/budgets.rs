@@ -117,6 +117,76 @@ pub fn loaded(shared: &super::Shared, instance: Instance) -> bool {
     entry(shared, instance, LOADED, false).is_some()
 }
 
+/// Calls `look` for every entry. The lock is held.
+fn each_entry(mut look: impl FnMut(&mut Entry)) {
+    // SAFETY: the lock is held for the whole scan, which runs to its end; `look` neither adds nor removes.
+    unsafe {
+        let mut scan = pg_sys::HASH_SEQ_STATUS::default();
+        pg_sys::hash_seq_init(&mut scan, TABLE.load(Ordering::Acquire));
+        loop {
+            let at = pg_sys::hash_seq_search(&mut scan).cast::<Entry>();
+            if at.is_null() {
+                break;
+            }
+            look(&mut *at);
+        }
+    }
+}
+
+/// Removes entries. The lock is held.
+fn remove(shared: &super::Shared, keys: &[Key]) {
+    // SAFETY: the lock is held; the keys are of the declared size.
+    unsafe {
+        let entries = &mut *shared.budgets.entries.get();
+        for key in keys {
+            let mut found = false;
+            let table = TABLE.load(Ordering::Acquire);
+            pg_sys::hash_search(table, (&raw const *key).cast::<c_void>(), pg_sys::HASHACTION::HASH_REMOVE, &mut found);
+            *entries -= usize::from(found);
+        }
+    }
+}
+
+/// Lets go of the entries of databases that were dropped: nobody works in them who could.
+pub fn forget_dropped(shared: &super::Shared) {
+    let mut foreign: Vec<Key> = Vec::with_capacity(super::budget_capacity());
+    // SAFETY: set for every backend connected to a database.
+    let here = unsafe { pg_sys::MyDatabaseId }.to_u32();
+    {
+        let _held = super::lock(Lock::Budgets);
+        each_entry(|entry| {
+            if entry.key.instance.database != here {
+                foreign.push(entry.key);
+            }
+        });
+    }
+    // The catalogue is asked without the lock. An oid is not used again for another database while entries of the old one stand.
+    foreign.retain(|key| {
+        let oid = pg_sys::Datum::from(pg_sys::Oid::from(key.instance.database));
+        let none = pg_sys::Datum::from(0usize);
+        // SAFETY: a system cache look-up.
+        unsafe { !pg_sys::SearchSysCacheExists(pg_sys::SysCacheIdentifier::DATABASEOID as i32, oid, none, none, none) }
+    });
+    if !foreign.is_empty() {
+        let _held = super::lock(Lock::Budgets);
+        remove(shared, &foreign);
+    }
+}
+
+/// Adds what this transaction will release at its commit to sums that no longer show the rows it ended.
+pub fn add_unreleased(instance: Instance, sums: &mut Vec<(i32, Usage)>) {
+    PENDING.with(|p| {
+        p.each(|moved| {
+            if moved.release && moved.instance == instance {
+                match sums.iter_mut().find(|(budget, _)| *budget == moved.budget) {
+                    Some((_, usage)) => *usage = usage.plus(moved.usage),
+                    None => sums.push((moved.budget, moved.usage)),
+                }
+            }
+        })
+    });
+}
+
 /// Sets the usage of this instance to what the running rows add up to, and marks it loaded. Entries of earlier instances in this database go. The caller holds
 /// SHARE on `stint.budget_config`. Returns the budgets whose usage was something else.
 pub fn load(shared: &super::Shared, instance: Instance, truth: &[(i32, Usage)]) -> Vec<i32> {
@@ -124,38 +194,23 @@ pub fn load(shared: &super::Shared, instance: Instance, truth: &[(i32, Usage)]) 
     let mut drifted = Vec::with_capacity(super::budget_capacity());
     let mut full = false;
     {
+        // The vectors have room for every entry: nothing allocates under the lock.
         let _held = super::lock(Lock::Budgets);
-        let table = TABLE.load(Ordering::Acquire);
-        // SAFETY: the lock is held for the whole scan; entries are removed only afterwards; the vectors have room for every entry.
-        unsafe {
-            let mut scan = pg_sys::HASH_SEQ_STATUS::default();
-            pg_sys::hash_seq_init(&mut scan, table);
-            loop {
-                let at = pg_sys::hash_seq_search(&mut scan).cast::<Entry>();
-                if at.is_null() {
-                    break;
-                }
-                let entry = &mut *at;
-                if entry.key.instance.database != instance.database || entry.key.budget == LOADED {
-                    continue;
-                }
-                if entry.key.instance != instance {
-                    stale.push(entry.key);
-                    continue;
-                }
+        each_entry(|entry| {
+            if entry.key.instance.database != instance.database {
+                return;
+            }
+            if entry.key.instance != instance {
+                stale.push(entry.key);
+            } else if entry.key.budget != LOADED {
                 let real = truth.iter().find(|(budget, _)| *budget == entry.key.budget).map_or(Usage::default(), |(_, usage)| *usage);
                 if entry.usage != real {
                     drifted.push(entry.key.budget);
                     entry.usage = real;
                 }
             }
-            let entries = &mut *shared.budgets.entries.get();
-            for key in &stale {
-                let mut found = false;
-                pg_sys::hash_search(table, (&raw const *key).cast::<c_void>(), pg_sys::HASHACTION::HASH_REMOVE, &mut found);
-                *entries -= usize::from(found);
-            }
-        }
+        });
+        remove(shared, &stale);
         for (budget, usage) in truth {
             match entry(shared, instance, *budget, true) {
                 Some(entry) => entry.usage = *usage,
@@ -186,16 +241,17 @@ pub fn reserve<R>(shared: &super::Shared, instance: Instance, budgets: &[i32], d
     PENDING.with(|p| p.make_room(budgets.len()));
     let answer;
     {
-        let held = super::lock(Lock::Budgets);
-        for (at, budget) in budgets.iter().enumerate() {
-            match entry(shared, instance, *budget, true) {
-                Some(entry) => before[at] = entry.usage,
-                None => {
-                    drop(held);
-                    table_full();
-                }
-            }
-        }
+        let mut look = || {
+            let held = super::lock(Lock::Budgets);
+            let all =
+                budgets.iter().enumerate().all(|(at, budget)| entry(shared, instance, *budget, true).map(|entry| before[at] = entry.usage).is_some());
+            all.then_some(held)
+        };
+        let held = look().or_else(|| {
+            forget_dropped(shared);
+            look()
+        });
+        let Some(_held) = held else { table_full() };
         usage.extend_from_slice(&before);
         answer = decide(&mut usage);
         for (at, budget) in budgets.iter().enumerate() {

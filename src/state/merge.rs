@@ -224,13 +224,21 @@ fn lock_for_removal(session: &Session, plans: &Plans, absent: Option<&Lazy>, loc
         session.run_prepared(lock_rows.plan(), batch);
         return;
     };
+    let oid = plans.relation.oid;
+    // Removals of one table go one after the other, so that none takes away a row another has just looked for. Upserts are not held up.
+    // SAFETY: a lock that ends with the transaction; it stands for nothing but this, and conflicts with no lock on the table itself.
+    unsafe { pg_sys::LockDatabaseObject(pg_sys::RelationRelationId, oid, 0, pg_sys::ExclusiveLock as i32) };
     let count_absent = || session.run_prepared(absent.plan(), batch).must::<i64>(0, 1);
-    // The table before the rows: whoever holds it already waits for nobody's row.
+    // The table before the rows: who waits for the table must not hold a row that its holder wants.
     let locked = count_absent() > 0;
     if locked {
         session.execute_once(lock_table);
+    } else {
+        // SAFETY: as above; the lock that writing the rows will want.
+        unsafe { pg_sys::LockRelationOid(oid, pg_sys::RowExclusiveLock as i32) };
     }
     session.run_prepared(lock_rows.plan(), batch);
+    // Only who deletes past us can have taken a row away.
     if !locked && count_absent() > 0 {
         session.execute_once(lock_table);
     }

@@ -29,6 +29,7 @@ pub struct Step {
 /// All steps. What clients are told of by a doorbell stands before the doorbells.
 pub const STEPS: &[Step] = &[
     Step { name: "load budgets", when: When::Round, run: budget::live::step },
+    Step { name: "heads", when: When::Round, run: queue::lines::step },
     Step { name: "sweep", when: When::Round, run: queue::sweep::step },
     Step { name: "promote", when: When::Round, run: queue::promote::step },
     Step { name: "expire keys", when: When::Round, run: queue::keys::step },

@@ -57,7 +57,7 @@ REVOKE ALL ON FUNCTION stint.version() FROM PUBLIC;
 
 CREATE TABLE stint.queue_config (
     queue           text COLLATE "C" PRIMARY KEY,
-    number          int GENERATED ALWAYS AS IDENTITY UNIQUE,
+    number          int NOT NULL GENERATED ALWAYS AS IDENTITY,
     lease_for       interval NOT NULL,
     max_attempts    int NOT NULL,
     backoff_base    interval NOT NULL,
@@ -119,7 +119,7 @@ CREATE TABLE stint.place_ready (
     id              uuid NOT NULL,
     lane            int NOT NULL,
     priority        int NOT NULL,
-    seq             bigint NOT NULL DEFAULT nextval('stint.task_seq'),
+    seq             bigint NOT NULL,
     tokens          bigint,
     attempt         int NOT NULL,
     counted         int NOT NULL,
@@ -802,7 +802,7 @@ COMMENT ON COLUMN stint.consumers.lag IS 'positions between it and the last tick
 COMMENT ON COLUMN stint.consumers.committed_at IS 'time of its last commit, null before the first';
 REVOKE ALL ON stint.consumers FROM PUBLIC;
 
-CREATE FUNCTION stint.image(VARIADIC parts "any") RETURNS text[]
+CREATE FUNCTION stint.image(VARIADIC "values" "any") RETURNS text[]
     LANGUAGE c STABLE PARALLEL SAFE AS 'MODULE_PATHNAME', 'image_wrapper';
 COMMENT ON FUNCTION stint.image("any") IS
 'The text of each value, by its type''s output function under fixed settings (DateStyle, TimeZone, IntervalStyle, extra_float_digits, bytea_output), so that the text is the same
@@ -830,14 +830,6 @@ COMMENT ON FUNCTION stint.tick() IS
 to make changes readable at once. Errors: 25001 in a transaction that has written something or runs under REPEATABLE READ or SERIALIZABLE.
 Locks: the tick lock (an object lock on the schema stint) until the transaction ends; readers and writers never wait for it.';
 REVOKE ALL ON FUNCTION stint.tick() FROM PUBLIC;
-
-CREATE FUNCTION stint.activate() RETURNS integer
-    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'activate_wrapper';
-COMMENT ON FUNCTION stint.activate() IS
-'Lets a restored or cloned database work on its own: gives the changes it was restored with their last positions, opens a new epoch and returns its number. Until then state tables
-there refuse changes, ticks and pins; positions and tags made before stay readable and keep their meaning. Where the database is no copy it changes nothing.
-Locks: the tick lock until the transaction ends.';
-REVOKE ALL ON FUNCTION stint.activate() FROM PUBLIC;
 
 CREATE FUNCTION stint.changes(relation regclass, since_pos bigint DEFAULT 0, max integer DEFAULT 1000)
     RETURNS TABLE (pos bigint, kind text, key jsonb, before jsonb, after jsonb, changed_at timestamptz)
@@ -1208,12 +1200,6 @@ $$;
 COMMENT ON FUNCTION stint.doctor() IS
 'Examines this server and database for what pg_stint needs: one row for each check. ok: whether it is as it should be; detail: what was seen; hint: what to do where it is not, or an advice. Changes nothing, and works on a standby and where the library was not preloaded, too. It runs stint.check(), which reads whole tables. What is off: SELECT * FROM stint.doctor() WHERE NOT ok.';
 REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
-/* </end connected objects> */
-
-/* <begin connected objects> */
--- src/changelog/epoch.rs
--- pg_stint::changelog::epoch::activate
--- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
 /* <begin connected objects> */

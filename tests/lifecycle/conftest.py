@@ -41,6 +41,14 @@ class Processes:
 
 
 @pytest.fixture
+def processes(server, database):
+    """The shared server with the worker of this test's database at work. Other tests use its launcher: leave that alone."""
+    shared = Processes(server)
+    shared.wait_for_worker(database)
+    return shared
+
+
+@pytest.fixture
 def started(cluster):
     """Makes a server with the extension in the database "app" and its worker at work: (server, processes)."""
 

@@ -18,6 +18,18 @@ VERBS = [
     "SELECT * FROM stint.complete('q', gen_random_uuid(), gen_random_uuid())",
     "SELECT * FROM stint.fail('q', gen_random_uuid(), gen_random_uuid(), 'error')",
     "SELECT * FROM stint.release('q', gen_random_uuid(), gen_random_uuid())",
+    "SELECT stint.expire_keys()",
+    "SELECT stint.create_state('other', 'deduplicate')",
+    "SELECT stint.drop_state('items')",
+    "SELECT * FROM stint.merge('items', '[{\"id\": 2}]')",
+    "SELECT stint.tick()",
+    "SELECT stint.create_consumer('c2', '{items}')",
+    "SELECT * FROM stint.poll('c')",
+    "SELECT stint.commit('c', 1)",
+    "SELECT stint.drop_consumer('c')",
+    "SELECT stint.pin()",
+    "SELECT stint.tag('t')",
+    "SELECT stint.drop_tag('t')",
 ]
 
 
@@ -40,6 +52,14 @@ def test_after_a_restart_without_the_library_verbs_fail_and_views_read(started):
     server, _ = started()
     server.sql("SELECT stint.create_queue('q')", dbname="app")
     server.sql("SELECT stint.enqueue('q', '{}')", dbname="app")
+    with server.connect("app") as conn:
+        conn.execute("CREATE TABLE items (id int PRIMARY KEY)")
+        conn.execute("CREATE TABLE other (id int PRIMARY KEY)")
+        conn.execute("SELECT stint.create_state('items', 'deduplicate')")
+        conn.execute("SELECT * FROM stint.merge('items', '[{\"id\": 1}]')")
+        conn.execute("SELECT stint.create_consumer('c', '{items}')")
+        conn.execute("SELECT stint.tick()")
+        conn.execute("SELECT stint.tag('t')")
     server.preload = False
     server.restart()
     with server.connect("app") as conn:
@@ -54,6 +74,20 @@ def test_after_a_restart_without_the_library_verbs_fail_and_views_read(started):
         off = {name: hint for name, ok, hint in doctor if not ok}
         assert LINE in off["library is preloaded"]
         assert {"launcher runs", "maintenance worker runs here"} <= off.keys()
+        # A state table is the user's own: it takes writes, and none is missed.
+        conn.execute("INSERT INTO items VALUES (2)")
+    server.preload = True
+    server.restart()
+    server.wait_until("SELECT count(*) = 2 FROM stint.changes('items')", dbname="app")
+    server.sql("SELECT stint.enqueue('q', '{}')", dbname="app")
+    assert server.psql("SELECT * FROM stint.check()", "app") == ""
+
+
+def test_the_extension_can_be_dropped_but_not_made_without_the_library(started):
+    server, _ = started()
+    server.preload = False
+    server.restart()
+    with server.connect("app") as conn:
         conn.execute("DROP EXTENSION pg_stint")
         refused(conn, "CREATE EXTENSION pg_stint")
 

@@ -28,12 +28,12 @@ def test_only_databases_with_the_extension_have_a_worker(started):
     assert databases == ["app", "second"]
 
 
-def test_the_worker_is_there_within_half_a_second_of_create_extension(started):
-    server, processes = started()
-    server.create_database("second", extension=False)
-    server.sql("CREATE EXTENSION pg_stint", dbname="second")
+def test_the_worker_is_there_within_half_a_second_of_create_extension(processes, database, conn):
+    conn.execute("DROP EXTENSION pg_stint")
+    processes.wait_for_no_worker(database)
+    conn.execute("CREATE EXTENSION pg_stint")
     created = time.monotonic()
-    processes.wait_for_worker("second")
+    processes.wait_for_worker(database)
     assert time.monotonic() - created < 1.5  # half a second, and room for a busy machine
 
 
@@ -47,13 +47,12 @@ def test_a_terminated_worker_comes_back(started):
     processes.prove_at_work("app")
 
 
-def test_a_cancelled_worker_stays(started):
-    server, processes = started()
-    pid = processes.worker("app")
+def test_a_cancelled_worker_stays(server, processes, database):
+    pid = processes.worker(database)
     for _ in range(20):
         server.sql("SELECT pg_cancel_backend(%s)", pid)
-    processes.prove_at_work("app")
-    assert processes.worker("app") == pid
+    processes.prove_at_work(database)
+    assert processes.worker(database) == pid
 
 
 def test_a_killed_worker_comes_back_with_the_restarted_server(started):
@@ -102,39 +101,37 @@ def test_launcher_and_worker_terminated_together_come_back(started):
     assert processes.launcher() != launcher
 
 
-def test_the_worker_follows_drop_and_create_extension(started):
-    server, processes = started()
-    with server.connect("app") as conn:
-        for _ in range(3):
-            conn.execute("DROP EXTENSION pg_stint")
-            processes.wait_for_no_worker("app")
-            conn.execute("CREATE EXTENSION pg_stint")
-            processes.wait_for_worker("app")
-    processes.prove_at_work("app")
+def test_the_worker_follows_drop_and_create_extension(processes, database, conn):
+    for _ in range(3):
+        conn.execute("DROP EXTENSION pg_stint")
+        processes.wait_for_no_worker(database)
+        conn.execute("CREATE EXTENSION pg_stint")
+        processes.wait_for_worker(database)
+    processes.prove_at_work(database)
 
 
-def test_the_worker_is_unmoved_by_a_create_extension_that_rolls_back(started):
-    server, processes = started()
-    server.create_database("second", extension=False)
-    with server.connect("second", autocommit=False) as conn:
+def test_the_worker_is_unmoved_by_what_rolls_back(server, processes, database, connect):
+    plain = f"{database}_plain"
+    server.create_database(plain, extension=False)
+    with server.connect(plain, autocommit=False) as conn:
         conn.execute("CREATE EXTENSION pg_stint")
         conn.rollback()
-    with server.connect("app", autocommit=False) as conn:
-        pid = processes.worker("app")
-        conn.execute("DROP EXTENSION pg_stint")
-        conn.rollback()
-    processes.prove_at_work("app")
-    assert processes.worker("app") == pid
-    assert processes.worker("second") is None
+    conn = connect(autocommit=False)
+    pid = processes.worker(database)
+    conn.execute("DROP EXTENSION pg_stint")
+    conn.rollback()
+    processes.prove_at_work(database)
+    assert processes.worker(database) == pid
+    assert processes.worker(plain) is None
+    server.drop_database(plain)
 
 
-def test_drop_and_create_in_one_transaction_gives_the_new_extension_a_worker(started):
-    server, processes = started()
-    with server.connect("app", autocommit=False) as conn:
-        conn.execute("DROP EXTENSION pg_stint")
-        conn.execute("CREATE EXTENSION pg_stint")
-        conn.commit()
-    processes.prove_at_work("app")
+def test_drop_and_create_in_one_transaction_gives_the_new_extension_a_worker(processes, database, connect):
+    conn = connect(autocommit=False)
+    conn.execute("DROP EXTENSION pg_stint")
+    conn.execute("CREATE EXTENSION pg_stint")
+    conn.commit()
+    processes.prove_at_work(database)
 
 
 def test_drop_extension_meets_neither_a_deadlock_nor_a_failing_step(started):
@@ -160,17 +157,17 @@ def test_a_worker_that_waits_for_a_lock_stops_no_shutdown(started):
     assert server.stop("fast") < 5
 
 
-def test_drop_database_with_force_does_not_wait_for_the_worker(started):
-    server, processes = started()
-    server.create_database("second")
-    processes.wait_for_worker("second")
-    started_at = time.monotonic()
-    server.sql("DROP DATABASE second WITH (FORCE)")
-    assert time.monotonic() - started_at < 5
-    server.wait_until("SELECT count(*) = 1 FROM stint.worker_state()", dbname="app")
-    # The launcher has forgotten it: no worker is tried for a database that is not there.
-    server.create_database("second")
-    processes.wait_for_worker("second")
+def test_drop_database_with_force_does_not_wait_for_the_worker(server, processes, database):
+    other = f"{database}_other"
+    for _ in range(2):
+        server.create_database(other)
+        processes.wait_for_worker(other)
+        started_at = time.monotonic()
+        server.drop_database(other)
+        assert time.monotonic() - started_at < 5
+        # The launcher has forgotten it: no worker is tried for a database that is not there.
+        orphans = "SELECT NOT EXISTS (SELECT FROM stint.worker_state() WHERE database NOT IN (SELECT oid FROM pg_database))"
+        server.wait_until(orphans, dbname=database)
 
 
 def test_a_template_with_the_extension_can_be_copied(started):
@@ -194,9 +191,13 @@ def test_the_worker_writes_nothing_while_idle(started):
         conn.execute("SELECT stint.create_budget('b', max_running => 4)")
         conn.execute("SELECT stint.enqueue('q', '{}', budgets => '{b}', key => 'k')")
         conn.execute("SELECT stint.enqueue('q', '{}', delay => '1 day')")
+        conn.execute("CREATE TABLE items (id int PRIMARY KEY, name text)")
+        conn.execute("SELECT stint.create_state('items', 'deduplicate')")
+        conn.execute("SELECT * FROM stint.merge('items', '[{\"id\": 1, \"name\": \"one\"}]')")
         (task,) = conn.execute("SELECT id FROM stint.claim('q', 'w')").fetchone()
         processes.prove_at_work("app")
         server.wait_until("SELECT status = 'ready' FROM stint.tasks WHERE id = %s", task, dbname="app")
+        server.wait_until("SELECT count(*) = 1 FROM stint.changes('items')", dbname="app")
 
         position = "SELECT pg_current_wal_insert_lsn(), pg_snapshot_xmax(pg_current_snapshot())"
         rounds = "SELECT last_clean_round FROM stint.maintenance WHERE database = 'app'"
@@ -305,22 +306,18 @@ def test_a_failing_step_is_told_once_and_stops_no_other(started):
     processes.prove_at_work("app")
 
 
-def test_pg_stat_activity_names_the_processes(started):
-    server, processes = started()
-    with server.connect("app") as conn:
-        rows = conn.execute("SELECT backend_type, application_name, query FROM pg_stat_activity WHERE backend_type LIKE 'pg_stint%'").fetchall()
-    assert ("pg_stint launcher", "pg_stint launcher", "") in rows
-    (step,) = [query for kind, _, query in rows if kind == "pg_stint worker"]
-    assert step in ("load budgets", "sweep", "promote", "expire keys", "doorbells")
+def test_pg_stat_activity_names_the_processes(processes, database, conn):
+    rows = conn.execute("SELECT backend_type, application_name, query, datname FROM pg_stat_activity WHERE backend_type LIKE 'pg_stint%'").fetchall()
+    assert ("pg_stint launcher", "pg_stint launcher", "", None) in rows
+    (step,) = [query for kind, name, query, datname in rows if kind == name == "pg_stint worker" and datname == database]
+    assert step in ("load budgets", "sweep", "promote", "expire keys", "tick", "trim consumers", "doorbells")
 
 
-def test_a_lapsed_lease_is_claimable_within_two_seconds(started):
-    server, processes = started()
-    with server.connect("app") as conn:
-        conn.execute("SELECT stint.create_queue('q')")
-        conn.execute("SELECT stint.enqueue('q', '{}')")
-        conn.execute("SELECT * FROM stint.claim('q', 'dies', lease_for => '1 s')").fetchone()
-        expires = time.monotonic() + 1
-        row = conn.execute("SELECT attempt FROM stint.claim('q', 'next', wait => '20 s')").fetchone()
-        assert row == (2,)
-        assert time.monotonic() - expires < 2
+def test_a_lapsed_lease_is_claimable_within_two_seconds(processes, conn):
+    conn.execute("SELECT stint.create_queue('q')")
+    conn.execute("SELECT stint.enqueue('q', '{}')")
+    conn.execute("SELECT * FROM stint.claim('q', 'dies', lease_for => '1 s')").fetchone()
+    expires = time.monotonic() + 1
+    row = conn.execute("SELECT attempt FROM stint.claim('q', 'next', wait => '20 s')").fetchone()
+    assert row == (2,)
+    assert time.monotonic() - expires < 2

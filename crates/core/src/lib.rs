@@ -7,3 +7,4 @@ pub mod names;
 pub mod snapshot;
 pub mod state;
 pub mod verdict;
+pub mod window;
