@@ -567,6 +567,14 @@ REVOKE ALL ON FUNCTION stint.expire_keys(int) FROM PUBLIC;
 COMMENT ON FUNCTION stint.expire_keys(int) IS
 'Lets go of at most max idempotency keys that are past their retention and whose task has finished; returns how many. The maintenance worker does this all the time.';
 
+CREATE FUNCTION stint.rescan() RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'rescan_wrapper';
+REVOKE ALL ON FUNCTION stint.rescan() FROM PUBLIC;
+COMMENT ON FUNCTION stint.rescan() IS
+'Has claims, sweeps and promotions look from the beginning again. They remember where the live rows of their index begin; rows that somebody inserted or changed by hand before that point
+are found after this call, or by themselves within ten minutes. Verbs never need it.';
+
 CREATE FUNCTION stint.explain(
     queue text,
     id uuid
@@ -662,7 +670,7 @@ $$Merges rows into a state table as its declaration says. A batch in which a key
 
 relation  the state table
 rows      array of objects whose fields are column names, the whole primary key among them; at most stint.max_batch. PostgreSQL reads the values by the columns' types; JSON null is null.
-          Leave generated and identity columns out. A NOT NULL column must be in every row
+          Leave generated and identity columns out. A NOT NULL column must be in every row; defaults are not applied
 kind      'upsert', 'delete' or 'retract' (an older image is withdrawn, as -U in a changelog; for deduplicate the same as 'delete', ignored where deletes is 'remove' without a sequence group)
 
 inserted, updated, deleted, unchanged  keys; a key whose row would read the same is not written
@@ -671,7 +679,8 @@ late      rows that changed nothing because newer ones were there already
 It runs as the table's owner; the caller needs INSERT and UPDATE on the table, for deletes DELETE, where they empty groups UPDATE as well.
 Errors: 42704 not a state table, 42501 a right is missing, 22023 rows or kind unfit, 42703 no such column, 23502 a key is missing, 428C9 a column PostgreSQL fills, 54000 too many
 rows, 55000 deletes are refused, and what the table's own types and constraints raise. Under REPEATABLE READ and SERIALIZABLE a concurrent merge of the same key is 40001.
-Locks: rows in key order, then tombstones in key order. A delete with a sequence of a key that has no row first takes SHARE ROW EXCLUSIVE on the table.$$;
+Locks: rows in key order, then tombstones in key order. Deletes judged by sequence go one after the other per table, and one of a key that has no row first takes SHARE ROW EXCLUSIVE
+on the table.$$;
 REVOKE ALL ON FUNCTION stint.merge(regclass, jsonb, text) FROM PUBLIC;
 /* </end connected objects> */
 
@@ -802,7 +811,7 @@ COMMENT ON COLUMN stint.consumers.lag IS 'positions between it and the last tick
 COMMENT ON COLUMN stint.consumers.committed_at IS 'time of its last commit, null before the first';
 REVOKE ALL ON stint.consumers FROM PUBLIC;
 
-CREATE FUNCTION stint.image(VARIADIC "values" "any") RETURNS text[]
+CREATE FUNCTION stint.image(VARIADIC parts "any") RETURNS text[]
     LANGUAGE c STABLE PARALLEL SAFE AS 'MODULE_PATHNAME', 'image_wrapper';
 COMMENT ON FUNCTION stint.image("any") IS
 'The text of each value, by its type''s output function under fixed settings (DateStyle, TimeZone, IntervalStyle, extra_float_digits, bytea_output), so that the text is the same
@@ -830,6 +839,14 @@ COMMENT ON FUNCTION stint.tick() IS
 to make changes readable at once. Errors: 25001 in a transaction that has written something or runs under REPEATABLE READ or SERIALIZABLE.
 Locks: the tick lock (an object lock on the schema stint) until the transaction ends; readers and writers never wait for it.';
 REVOKE ALL ON FUNCTION stint.tick() FROM PUBLIC;
+
+CREATE FUNCTION stint.activate() RETURNS integer
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'activate_wrapper';
+COMMENT ON FUNCTION stint.activate() IS
+'Lets a restored or cloned database work on its own: gives the changes it was restored with their last positions, opens a new epoch and returns its number. Until then state tables
+there refuse changes, ticks and pins; positions and tags made before stay readable and keep their meaning. Where the database is no copy it changes nothing.
+Locks: the tick lock until the transaction ends.';
+REVOKE ALL ON FUNCTION stint.activate() FROM PUBLIC;
 
 CREATE FUNCTION stint.changes(relation regclass, since_pos bigint DEFAULT 0, max integer DEFAULT 1000)
     RETURNS TABLE (pos bigint, kind text, key jsonb, before jsonb, after jsonb, changed_at timestamptz)
@@ -1203,6 +1220,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/changelog/epoch.rs
+-- pg_stint::changelog::epoch::activate
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/budget/live.rs
 -- pg_stint::budget::live::budget_usage
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -1367,6 +1390,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* <begin connected objects> */
 -- src/worker/preload.rs
 -- pg_stint::worker::preload::require_preload
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/lines.rs
+-- pg_stint::queue::lines::rescan
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
