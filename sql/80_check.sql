@@ -62,6 +62,10 @@ AS $$
     UNION ALL
     SELECT 'the live usage of a budget is what its running tasks reserve', NULL, NULL, u.budget || ': ' || u.running || ' running, ' || u.tokens || ' tokens'
     FROM stint.budget_usage() u WHERE NOT u.derived
+    UNION ALL
+    SELECT 'a slot belongs to a schedule and has a task or an error', s.queue_was, s.id, s.schedule || ' at ' || s.slot
+    FROM stint.schedule_slots s LEFT JOIN stint.schedule_config c ON c.schedule = s.schedule
+    WHERE c.schedule IS NULL OR (s.id IS NULL) = (s.error IS NULL)
 $$;
 REVOKE ALL ON FUNCTION stint.check() FROM PUBLIC;
 COMMENT ON FUNCTION stint.check() IS

@@ -87,7 +87,7 @@ impl Request {
 }
 
 /// Refuses a task that could never run under the budgets it draws on.
-fn check_capacity(session: &Session, queue: &Queue, request: &Request) {
+pub fn check_capacity(session: &Session, queue: &Queue, request: &Request) {
     let mut numbers = queue.own_budgets.clone();
     numbers.extend(&request.budgets);
     numbers.sort_unstable();
@@ -144,6 +144,21 @@ pub fn store(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, reque
     due.is_none()
 }
 
+/// Adds a checked task to the queue of that name and returns its id; where its key is held, the holder's.
+pub fn add(session: &Session, name: &str, mut request: Request, budget_names: &[String], now: Instant) -> pgrx::Uuid {
+    let queue = config::find(session, name);
+    request.budgets = config::budget_numbers(session, budget_names);
+    let id = pgrx::Uuid::from_bytes(stint_core::ids::task());
+    if let Some(key) = &request.key
+        && let Some(earlier) = super::keys::hold(session, name, &queue, key, id, now)
+    {
+        return earlier;
+    }
+    let ready = store(session, name, &queue, id, &request, now);
+    store::announce(&queue, usize::from(ready));
+    id
+}
+
 /// See the SQL COMMENT of stint.enqueue.
 #[pg_extern(sql = false)]
 fn enqueue(
@@ -163,7 +178,7 @@ fn enqueue(
     shmem::required();
     let name = input::name("queue", queue);
     let budget_names = input::names("budgets", budgets);
-    let mut request = Request {
+    let request = Request {
         payload: input::given("payload", payload),
         priority: input::given("priority", priority),
         run_at,
@@ -179,17 +194,5 @@ fn enqueue(
     request.check();
     let now = Instant::now();
     let _owner = spi::Identity::owner();
-    spi::connect(|session| {
-        let queue = config::find(session, name);
-        request.budgets = config::budget_numbers(session, &budget_names);
-        let id = pgrx::Uuid::from_bytes(stint_core::ids::task());
-        if let Some(key) = &request.key
-            && let Some(earlier) = super::keys::hold(session, name, &queue, key, id, now)
-        {
-            return earlier;
-        }
-        let ready = store(session, name, &queue, id, &request, now);
-        store::announce(&queue, usize::from(ready));
-        id
-    })
+    spi::connect(|session| add(session, name, request, &budget_names, now))
 }

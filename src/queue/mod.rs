@@ -14,6 +14,7 @@ pub mod lease;
 pub mod lines;
 pub mod promote;
 pub mod release;
+pub mod schedule;
 pub mod store;
 pub mod sweep;
 pub mod usage;

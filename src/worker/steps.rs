@@ -32,6 +32,7 @@ pub const STEPS: &[Step] = &[
     Step { name: "heads", when: When::Round, run: queue::lines::step },
     Step { name: "sweep", when: When::Round, run: queue::sweep::step },
     Step { name: "promote", when: When::Round, run: queue::promote::step },
+    Step { name: "schedules", when: When::Round, run: queue::schedule::step },
     Step { name: "expire keys", when: When::Round, run: queue::keys::step },
     Step { name: "tick", when: When::RoundAndBell, run: changelog::tick::step },
     Step { name: "trim consumers", when: When::Round, run: changelog::consumer::step },

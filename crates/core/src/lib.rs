@@ -2,6 +2,7 @@
 
 pub mod backoff;
 pub mod budget;
+pub mod cron;
 pub mod ids;
 pub mod names;
 pub mod snapshot;
