@@ -142,8 +142,8 @@ fn create_schedule(
     shmem::required();
     let queue = input::name("queue", queue);
     let name = input::name("name", name);
-    let text = input::given("cron", input::text("cron", cron));
-    let zone = input::given("time_zone", input::text("time_zone", time_zone));
+    let text = input::given("cron", input::reference("cron", cron));
+    let zone = input::given("time_zone", input::reference("time_zone", time_zone));
     let parsed = parse(text, zone);
     let zone = parsed.zone_name().unwrap_or(zone);
     let budget_names = input::names("budgets", budgets);
@@ -250,8 +250,8 @@ fn drop_schedule(name: Option<&str>) {
 /// See the SQL COMMENT of stint.next_fire.
 #[pg_extern(sql = false)]
 fn next_fire(cron: Option<&str>, time_zone: Option<&str>, since: Option<Instant>) -> Option<Instant> {
-    let text = input::given("cron", input::text("cron", cron));
-    let zone = input::given("time_zone", input::text("time_zone", time_zone));
+    let text = input::given("cron", input::reference("cron", cron));
+    let zone = input::given("time_zone", input::reference("time_zone", time_zone));
     let since = input::given("since", since);
     parse(text, zone).next(seconds(since)).map(instant)
 }
