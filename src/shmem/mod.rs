@@ -32,8 +32,10 @@ pub enum Lock {
     Bells = 1,
     /// Guards the worker slots.
     Workers = 2,
+    /// Guards the giving of places to waiters.
+    Waiters = 3,
 }
-const LOCKS: i32 = 3;
+const LOCKS: i32 = 4;
 const TRANCHE: &std::ffi::CStr = c"pg_stint";
 
 static SHARED: AtomicPtr<Shared> = AtomicPtr::new(null_mut());
