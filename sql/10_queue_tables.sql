@@ -6,7 +6,7 @@
 
 CREATE TABLE stint.queue_config (
     queue           text COLLATE "C" PRIMARY KEY,
-    number          int GENERATED ALWAYS AS IDENTITY UNIQUE,
+    number          int NOT NULL GENERATED ALWAYS AS IDENTITY,
     lease_for       interval NOT NULL,
     max_attempts    int NOT NULL,
     backoff_base    interval NOT NULL,
@@ -68,7 +68,7 @@ CREATE TABLE stint.place_ready (
     id              uuid NOT NULL,
     lane            int NOT NULL,
     priority        int NOT NULL,
-    seq             bigint NOT NULL DEFAULT nextval('stint.task_seq'),
+    seq             bigint NOT NULL,
     tokens          bigint,
     attempt         int NOT NULL,
     counted         int NOT NULL,

@@ -225,6 +225,14 @@ REVOKE ALL ON FUNCTION stint.expire_keys(int) FROM PUBLIC;
 COMMENT ON FUNCTION stint.expire_keys(int) IS
 'Lets go of at most max idempotency keys that are past their retention and whose task has finished; returns how many. The maintenance worker does this all the time.';
 
+CREATE FUNCTION stint.rescan() RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'rescan_wrapper';
+REVOKE ALL ON FUNCTION stint.rescan() FROM PUBLIC;
+COMMENT ON FUNCTION stint.rescan() IS
+'Has claims, sweeps and promotions look from the beginning again. They remember where the live rows of their index begin; rows that somebody inserted or changed by hand before that point
+are found after this call, or by themselves within ten minutes. Verbs never need it.';
+
 CREATE FUNCTION stint.explain(
     queue text,
     id uuid

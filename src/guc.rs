@@ -1,8 +1,10 @@
 //! Every setting of the extension, read through accessors. Limits are enforced before work starts.
 
 use pgrx::guc::{GucContext, GucFlags, GucRegistry, GucSetting};
+use pgrx::pg_sys;
 
 static MAX_BUDGETS: GucSetting<i32> = GucSetting::<i32>::new(1024);
+static MAX_LANES: GucSetting<i32> = GucSetting::<i32>::new(8192);
 static MAX_DATABASES: GucSetting<i32> = GucSetting::<i32>::new(64);
 static MAX_PAYLOAD_KB: GucSetting<i32> = GucSetting::<i32>::new(1024);
 static MAX_BATCH: GucSetting<i32> = GucSetting::<i32>::new(10_000);
@@ -16,26 +18,11 @@ static DOORBELL_MS: GucSetting<i32> = GucSetting::<i32>::new(50);
 /// Registers the settings. Called once, from `_PG_init`.
 pub fn init() {
     let flags = GucFlags::default();
-    GucRegistry::define_int_guc(
-        c"stint.max_budgets",
-        c"Budgets of all databases whose live usage fits in shared memory.",
-        c"A budgeted claim that finds the table full is refused.",
-        &MAX_BUDGETS,
-        16,
-        1_000_000,
-        GucContext::Postmaster,
-        flags,
-    );
-    GucRegistry::define_int_guc(
-        c"stint.max_databases",
-        c"Databases of the cluster that can have a maintenance worker.",
-        c"A database beyond it has none; stint.doctor() says so.",
-        &MAX_DATABASES,
-        1,
-        1024,
-        GucContext::Postmaster,
-        flags,
-    );
+    // Defining one of these in a session that loads the library late would end the session.
+    // SAFETY: a flag of the postmaster.
+    if unsafe { pg_sys::process_shared_preload_libraries_in_progress } {
+        sizes_of_shared_memory(flags);
+    }
     GucRegistry::define_int_guc(
         c"stint.max_payload",
         c"Largest payload, result, progress, labels or meta value.",
@@ -118,6 +105,40 @@ pub fn init() {
     );
 }
 
+/// Settings that can only be had while the server starts.
+fn sizes_of_shared_memory(flags: GucFlags) {
+    GucRegistry::define_int_guc(
+        c"stint.max_budgets",
+        c"Budgets of all databases whose live usage fits in shared memory.",
+        c"A budgeted claim that finds the table full is refused.",
+        &MAX_BUDGETS,
+        16,
+        1_000_000,
+        GucContext::Postmaster,
+        flags,
+    );
+    GucRegistry::define_int_guc(
+        c"stint.max_lanes",
+        c"Lanes (queues and sets of budgets) of all databases whose heads fit in shared memory.",
+        c"A lane beyond it works, but its claims are not protected against a held snapshot.",
+        &MAX_LANES,
+        16,
+        10_000_000,
+        GucContext::Postmaster,
+        flags,
+    );
+    GucRegistry::define_int_guc(
+        c"stint.max_databases",
+        c"Databases of the cluster that can have a maintenance worker.",
+        c"A database beyond it has none; stint.doctor() says so.",
+        &MAX_DATABASES,
+        1,
+        1024,
+        GucContext::Postmaster,
+        flags,
+    );
+}
+
 fn at_least_zero(value: i32) -> usize {
     usize::try_from(value).unwrap_or(0)
 }
@@ -125,6 +146,11 @@ fn at_least_zero(value: i32) -> usize {
 /// `stint.max_budgets`.
 pub fn max_budgets() -> usize {
     at_least_zero(MAX_BUDGETS.get())
+}
+
+/// `stint.max_lanes`.
+pub fn max_lanes() -> usize {
+    at_least_zero(MAX_LANES.get())
 }
 
 /// `stint.max_databases`.

@@ -3,13 +3,17 @@
 //! needs no server is in `crates/core`.
 
 mod budget;
+mod changelog;
 mod errors;
 mod guc;
 mod input;
 mod queue;
 mod shmem;
+mod snapshot;
 mod spi;
+mod state;
 mod values;
+mod worker;
 mod xact;
 
 use pgrx::prelude::*;
@@ -17,10 +21,16 @@ use pgrx::prelude::*;
 pgrx::pg_module_magic!(name, version);
 
 extension_sql_file!("../sql/00_schema.sql", name = "schema", bootstrap);
-extension_sql_file!("../sql/10_queue_tables.sql", name = "queue_tables", requires = ["schema"]);
+extension_sql_file!("../sql/05_preload.sql", name = "preload", requires = ["schema"]);
+extension_sql_file!("../sql/10_queue_tables.sql", name = "queue_tables", requires = ["preload"]);
 extension_sql_file!("../sql/20_queue_views.sql", name = "queue_views", requires = ["queue_tables"]);
-extension_sql_file!("../sql/30_queue_verbs.sql", name = "queue_verbs", requires = ["queue_tables", "queue_views"]);
-extension_sql_file!("../sql/80_check.sql", name = "check", requires = ["queue_verbs"]);
+extension_sql_file!("../sql/30_queue_verbs.sql", name = "queue_verbs", requires = ["queue_views"]);
+extension_sql_file!("../sql/40_state.sql", name = "state", requires = ["queue_verbs"]);
+extension_sql_file!("../sql/50_changelog.sql", name = "changelog", requires = ["state"]);
+extension_sql_file!("../sql/55_snapshot.sql", name = "snapshot", requires = ["changelog"]);
+extension_sql_file!("../sql/70_worker.sql", name = "worker", requires = ["snapshot"]);
+extension_sql_file!("../sql/80_check.sql", name = "check", requires = ["worker"]);
+extension_sql_file!("../sql/90_doctor.sql", name = "doctor", requires = ["check"]);
 
 /// Settings always; shared memory, callbacks and the launcher only while the server starts, since they cannot be had later.
 #[pg_guard]
@@ -30,5 +40,6 @@ extern "C-unwind" fn _PG_init() {
     if unsafe { pg_sys::process_shared_preload_libraries_in_progress } {
         shmem::init();
         xact::init();
+        worker::init();
     }
 }

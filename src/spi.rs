@@ -95,16 +95,21 @@ impl Drop for Session {
     }
 }
 
-/// Generic plans while it lives: the user's `force_custom_plan` would plan every call anew.
-struct GenericPlans(i32);
+/// Generic plans without just-in-time compilation while it lives. The user's `force_custom_plan` would plan every call anew; and a plan is kept for calls of
+/// every size, so one that a large batch made must not be compiled again, tens of milliseconds long, at each small one.
+struct GenericPlans {
+    cache_mode: i32,
+    jit: bool,
+}
 
 impl GenericPlans {
     fn set() -> Self {
-        // SAFETY: a plain int of this backend.
+        // SAFETY: plain variables of this backend.
         unsafe {
-            let before = pg_sys::plan_cache_mode;
+            let before = GenericPlans { cache_mode: pg_sys::plan_cache_mode, jit: pg_sys::jit_enabled };
             pg_sys::plan_cache_mode = pg_sys::PlanCacheMode::PLAN_CACHE_MODE_FORCE_GENERIC_PLAN as i32;
-            GenericPlans(before)
+            pg_sys::jit_enabled = false;
+            before
         }
     }
 }
@@ -112,45 +117,80 @@ impl GenericPlans {
 impl Drop for GenericPlans {
     fn drop(&mut self) {
         // SAFETY: as above.
-        unsafe { pg_sys::plan_cache_mode = self.0 };
+        unsafe {
+            pg_sys::plan_cache_mode = self.cache_mode;
+            pg_sys::jit_enabled = self.jit;
+        }
+    }
+}
+
+fn execute_latest(plan: pg_sys::SPIPlanPtr, values: *mut pg_sys::Datum, nulls: *const std::os::raw::c_char) -> i32 {
+    // SAFETY: the snapshot is registered while the statement runs, as the foreign key triggers do it; an abort releases it too.
+    unsafe {
+        let snapshot = pg_sys::RegisterSnapshot(pg_sys::GetLatestSnapshot());
+        let code = pg_sys::SPI_execute_snapshot(plan, values, nulls, snapshot, std::ptr::null_mut(), false, true, 0);
+        pg_sys::UnregisterSnapshot(snapshot);
+        code
     }
 }
 
 impl Session {
     /// Runs a kept statement to its end.
     pub fn run(&self, statement: &Statement, params: &[Param]) -> Rows {
-        self.execute(statement.plan(), statement.types.len(), params, std::ptr::null_mut())
-    }
-
-    /// Runs a kept statement on what is committed now, also in a transaction that keeps an older snapshot.
-    pub fn run_latest(&self, statement: &Statement, params: &[Param]) -> Rows {
-        // SAFETY: PostgreSQL copies the snapshot before anything can replace it.
-        let latest = unsafe { pg_sys::GetLatestSnapshot() };
-        self.execute(statement.plan(), statement.types.len(), params, latest)
+        self.execute(statement.plan(), statement.types.len(), params)
     }
 
     /// Runs a statement prepared at run time to its end.
     pub fn run_prepared(&self, statement: &Prepared, params: &[Param]) -> Rows {
-        self.execute(statement.plan, statement.args, params, std::ptr::null_mut())
+        self.execute(statement.plan, statement.args, params)
     }
 
-    fn execute(&self, plan: pg_sys::SPIPlanPtr, args: usize, params: &[Param], snapshot: pg_sys::Snapshot) -> Rows {
+    /// Runs a kept statement that only reads, with the snapshot of the query that called us: for a STABLE function, whose answer must fit the rows that the
+    /// rest of its query sees.
+    pub fn read(&self, statement: &Statement, params: &[Param]) -> Rows {
+        self.execute_with(statement.plan(), statement.types.len(), params, |plan, values, nulls| {
+            // SAFETY: as `execute_with` promises.
+            unsafe { pg_sys::SPI_execute_plan(plan, values, nulls, true, 0) }
+        })
+    }
+
+    /// Runs a kept statement with what is committed now, also under REPEATABLE READ: for looking again after a lock was got.
+    pub fn run_latest(&self, statement: &Statement, params: &[Param]) -> Rows {
+        self.execute_with(statement.plan(), statement.types.len(), params, execute_latest)
+    }
+
+    /// As [`Session::run_latest`] for a statement prepared at run time.
+    pub fn run_prepared_latest(&self, statement: &Prepared, params: &[Param]) -> Rows {
+        self.execute_with(statement.plan, statement.args, params, execute_latest)
+    }
+
+    fn execute(&self, plan: pg_sys::SPIPlanPtr, args: usize, params: &[Param]) -> Rows {
+        self.execute_with(plan, args, params, |plan, values, nulls| {
+            // SAFETY: as `execute_with` promises.
+            unsafe { pg_sys::SPI_execute_plan(plan, values, nulls, false, 0) }
+        })
+    }
+
+    /// Calls `call` with plan, values and nulls that agree in number and type, in PostgreSQL's own form.
+    fn execute_with(
+        &self,
+        plan: pg_sys::SPIPlanPtr,
+        args: usize,
+        params: &[Param],
+        call: impl FnOnce(pg_sys::SPIPlanPtr, *mut pg_sys::Datum, *const std::os::raw::c_char) -> i32,
+    ) -> Rows {
         if params.len() != args {
             errors::internal(&format!("a statement of {args} arguments was given {}", params.len()));
         }
         let mut values: Vec<pg_sys::Datum> = params.iter().map(|p| p.unwrap_or(pg_sys::Datum::from(0usize))).collect();
         let nulls: Vec<std::os::raw::c_char> = params.iter().map(|p| if p.is_some() { b' ' } else { b'n' } as std::os::raw::c_char).collect();
         let generic = GenericPlans::set();
-        // SAFETY: plan, values and nulls agree in number and type; the tuple table lives until this SPI level ends.
-        let rows = unsafe {
-            // Without a snapshot each statement takes a fresh one of the transaction's.
-            let none = std::ptr::null_mut();
-            let code = pg_sys::SPI_execute_snapshot(plan, values.as_mut_ptr(), nulls.as_ptr(), snapshot, none, false, true, 0);
-            if code < 0 {
-                errors::internal(&format!("SPI_execute_snapshot answered {code}"));
-            }
-            Rows { table: pg_sys::SPI_tuptable, count: pg_sys::SPI_processed as usize }
-        };
+        let code = call(plan, values.as_mut_ptr(), nulls.as_ptr());
+        if code < 0 {
+            errors::internal(&format!("SPI_execute_plan answered {code}"));
+        }
+        // SAFETY: SPI's result variables; the tuple table lives until this SPI level ends.
+        let rows = unsafe { Rows { table: pg_sys::SPI_tuptable, count: pg_sys::SPI_processed as usize } };
         drop(generic);
         rows
     }
@@ -184,7 +224,9 @@ impl Rows {
     }
 
     fn datum(&self, row: usize, column: usize) -> Option<pg_sys::Datum> {
-        debug_assert!(row < self.count);
+        if row >= self.count || self.table.is_null() {
+            return None;
+        }
         // SAFETY: the tuple table is open; SPI checks the column number.
         unsafe {
             let tuple = *(*self.table).vals.add(row);

@@ -85,6 +85,7 @@ datum_newtype!(
 );
 datum_newtype!(
     /// An instant: microseconds since 2000-01-01 UTC, as `timestamptz` counts.
+    #[derive(PartialEq, Eq, PartialOrd, Ord)]
     Instant(i64), TIMESTAMPTZOID, "timestamp with time zone", |d| d.value() as i64, |s| pg_sys::Datum::from(s)
 );
 datum_newtype!(

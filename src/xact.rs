@@ -3,7 +3,7 @@
 //! there is a server PANIC.
 
 use crate::errors::Fault;
-use crate::shmem::{bells, budgets, config, waiters};
+use crate::shmem::{bells, budgets, config, heads, waiters, workers};
 use pgrx::pg_sys::{SubXactEvent, XactEvent};
 use pgrx::prelude::*;
 use std::cell::RefCell;
@@ -84,19 +84,29 @@ unsafe extern "C-unwind" fn on_xact(event: XactEvent::Type, _arg: *mut c_void) {
         XactEvent::XACT_EVENT_COMMIT => {
             budgets::PENDING.with(|p| p.drain(budgets::commit));
             config::PENDING.with(|p| p.drain(config::commit));
+            heads::PENDING.with(|p| p.drain(heads::commit));
+            heads::RESCANS.with(|p| p.drain(heads::rescanned));
             bells::PENDING.with(|p| p.drain(bells::commit));
             waiters::PENDING.with(|p| p.drain(waiters::commit));
+            workers::PENDING.with(|p| p.drain(workers::commit));
         }
         XactEvent::XACT_EVENT_ABORT => {
             budgets::PENDING.with(|p| p.drain(budgets::abort));
             config::PENDING.with(|p| p.drain(config::abort));
+            heads::PENDING.with(|p| p.drain(|_| ()));
+            heads::RESCANS.with(|p| p.drain(|_| ()));
             bells::PENDING.with(|p| p.drain(|_| ()));
             waiters::PENDING.with(|p| p.drain(waiters::abort));
             waiters::pass_on();
+            workers::PENDING.with(|p| p.drain(|_| ()));
         }
         XactEvent::XACT_EVENT_PREPARE => {
+            heads::prepared();
+            heads::PENDING.with(|p| p.drain(heads::commit));
+            heads::RESCANS.with(|p| p.drain(heads::rescanned));
             bells::PENDING.with(|p| p.drain(|_| ()));
             waiters::PENDING.with(|p| p.drain(|_| ()));
+            workers::PENDING.with(|p| p.drain(|_| ()));
         }
         _ => {}
     }
@@ -122,15 +132,21 @@ unsafe extern "C-unwind" fn on_subxact(event: SubXactEvent::Type, me: pg_sys::Su
         SubXactEvent::SUBXACT_EVENT_COMMIT_SUB => {
             budgets::PENDING.with(|p| p.reassign(me, parent));
             config::PENDING.with(|p| p.reassign(me, parent));
+            heads::PENDING.with(|p| p.reassign(me, parent));
+            heads::RESCANS.with(|p| p.reassign(me, parent));
             bells::PENDING.with(|p| p.reassign(me, parent));
             waiters::PENDING.with(|p| p.reassign(me, parent));
+            workers::PENDING.with(|p| p.reassign(me, parent));
         }
         SubXactEvent::SUBXACT_EVENT_ABORT_SUB => {
             budgets::PENDING.with(|p| p.drain_sub(me, budgets::abort));
             config::PENDING.with(|p| p.drain_sub(me, config::abort));
+            heads::PENDING.with(|p| p.drain_sub(me, |_| ()));
+            heads::RESCANS.with(|p| p.drain_sub(me, |_| ()));
             bells::PENDING.with(|p| p.drain_sub(me, |_| ()));
             waiters::PENDING.with(|p| p.drain_sub(me, waiters::abort));
             waiters::pass_on();
+            workers::PENDING.with(|p| p.drain_sub(me, |_| ()));
         }
         _ => {}
     }

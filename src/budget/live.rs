@@ -5,6 +5,7 @@
 use crate::errors::Fault;
 use crate::shmem::{self, Instance, budgets, waiters};
 use crate::spi::{self, Session, Statement};
+use crate::values::{Instant, SECOND};
 use pgrx::prelude::*;
 use std::cell::Cell;
 use stint_core::budget::Usage;
@@ -23,6 +24,8 @@ static NUMBERS: Statement = Statement::new(c"select b.number, b.budget::text fro
 thread_local! {
     /// The instance this backend has seen loaded: a crash that empties shared memory ends the backend too.
     static SEEN: Cell<Option<Instance>> = const { Cell::new(None) };
+    /// When the maintenance worker reconciles next.
+    static NEXT: Cell<i64> = const { Cell::new(i64::MIN) };
 }
 
 /// Has what a running row of a queue reserved released when this transaction commits, and a waiter of the queue look for what then has room.
@@ -112,9 +115,17 @@ pub fn ensure_loaded(session: &Session, instance: Instance) {
         .raise()
 }
 
-/// One round for the maintenance worker: loads after a start, and sets right what somebody's direct change of the rows made wrong. Never waits.
+/// How often the maintenance worker adds up the running rows again, in microseconds.
+const RECONCILE_EVERY: i64 = 60 * SECOND;
+
+/// One round for the maintenance worker: loads after a start, and from time to time sets right what somebody's direct change of the rows made wrong. Never
+/// waits.
 pub fn step() -> bool {
     let instance = Instance::here();
+    let now = Instant::now();
+    if budgets::loaded(shmem::required(), instance) && now.0 < NEXT.get() {
+        return false;
+    }
     let share = pg_sys::ShareLock as i32;
     // SAFETY: ordinary relation locks; the worker's transaction is READ COMMITTED and has written nothing.
     unsafe {
@@ -123,6 +134,7 @@ pub fn step() -> bool {
         }
         let drifted = spi::connect(|session| load(session, instance));
         pg_sys::UnlockRelationOid(gate(), share);
+        NEXT.set(now.plus(RECONCILE_EVERY).0);
         if !drifted.is_empty() {
             ereport!(
                 PgLogLevel::WARNING,

@@ -1,14 +1,16 @@
 //! `stint.claim`: takes tasks under a lease.
 //!
 //! A queue's lanes are merged by priority and enqueue order. Where no lane draws on a budget there is one lane, and a claim is three statements: take from
-//! ready, read the facts, put into running. Where lanes draw on budgets, the claim first looks at what stands at the head of each lane that has room, reserves
+//! ready (from the head of its line on, see `shmem::heads`), read the facts, put into running. Where lanes draw on budgets, the claim first looks at what stands at the head of each lane that has room, reserves
 //! for what it may take in one step in shared memory, and only then touches rows. docs/locks.md says which locks it takes.
 
 use super::config::{self, Queue};
 use super::horizon;
+use super::lines;
 use super::store::{self, Ticket};
 use crate::budget::live;
 use crate::errors::Fault;
+use crate::shmem::heads::Head;
 use crate::shmem::{self, Instance, waiters};
 use crate::spi::{self, Session, Statement, arg};
 use crate::values::{Instant, RawInterval, RawJsonb};
@@ -17,32 +19,32 @@ use pgrx::prelude::*;
 use std::collections::HashMap;
 use stint_core::budget::{Candidate, Usage, admit};
 
-/// Takes the first rows of a lane that no other session holds. The inner scan locks, the outer deletes exactly those by their place in the heap.
+/// Takes the first rows of a lane's priority, from its head on, that no other session holds. The inner scan locks, the outer deletes exactly those by their place in the heap.
 static TAKE: Statement = Statement::new(
     c"delete from stint.place_ready r
       where r.ctid = any (array(
             select h.ctid
             from stint.place_ready h
-            where h.queue = $1 and h.lane = $2
-            order by h.priority desc, h.seq
-            limit $3
+            where h.queue = $1 and h.lane = $2 and h.priority = $3 and h.seq >= $4
+            order by h.seq
+            limit $5
             for update skip locked))
       returning r.id, r.lane, r.priority, r.seq, r.tokens, r.attempt, r.counted",
-    &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT8OID],
+    &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT8OID],
 );
 
-/// Looks, without locking, at what stands first in each of the lanes.
-static HEADS: Statement = Statement::new(
+/// Looks, without locking, at what stands first in each of the lanes and priorities, from their heads on.
+static FIRST: Statement = Statement::new(
     c"select l.lane, r.tokens
-      from unnest($2) as l (lane)
+      from unnest($2, $3, $4) as l (lane, priority, head)
       cross join lateral (
-            select h.priority, h.seq, h.tokens
+            select h.seq, h.tokens
             from stint.place_ready h
-            where h.queue = $1 and h.lane = l.lane
-            order by h.priority desc, h.seq
-            limit $3) as r
-      order by r.priority desc, r.seq",
-    &[pg_sys::TEXTOID, pg_sys::INT4ARRAYOID, pg_sys::INT8OID],
+            where h.queue = $1 and h.lane = l.lane and h.priority = l.priority and h.seq >= l.head
+            order by h.seq
+            limit $5) as r
+      order by l.priority desc, r.seq",
+    &[pg_sys::TEXTOID, pg_sys::INT4ARRAYOID, pg_sys::INT4ARRAYOID, pg_sys::INT8ARRAYOID, pg_sys::INT8OID],
 );
 
 static FACTS: Statement = Statement::new(
@@ -83,9 +85,9 @@ struct Taken {
 /// A claimed task, as the caller gets it.
 type Claimed = (String, pgrx::Uuid, i32, pgrx::Uuid, Option<RawJsonb>, i32, Option<String>, Option<i64>, Option<RawJsonb>, Instant, Instant, i64);
 
-fn take(session: &Session, name: &str, lane: i32, max: usize) -> Vec<Taken> {
-    let rows = session.run(&TAKE, &[arg(name), arg(lane), arg(max as i64)]);
-    let mut taken: Vec<Taken> = (0..rows.len())
+fn take(session: &Session, name: &str, lane: i32, head: Head, max: usize) -> Vec<Taken> {
+    let rows = session.run(&TAKE, &[arg(name), arg(lane), arg(head.priority), arg(head.at), arg(max as i64)]);
+    (0..rows.len())
         .map(|at| Taken {
             ticket: Ticket {
                 id: rows.must(at, 1),
@@ -97,7 +99,24 @@ fn take(session: &Session, name: &str, lane: i32, max: usize) -> Vec<Taken> {
             },
             seq: rows.must(at, 4),
         })
-        .collect();
+        .collect()
+}
+
+/// Takes at most `max` rows of a lane in their order.
+fn take_lane(session: &Session, name: &str, lane: i32, max: usize) -> Vec<Taken> {
+    let heads = lines::heads(session, name, lane);
+    let mut taken = Vec::new();
+    for head in &heads {
+        taken.extend(take(session, name, lane, *head, max - taken.len()));
+        if taken.len() == max {
+            break;
+        }
+    }
+    if !taken.is_empty() {
+        shmem::heads::took(shmem::required(), Instance::here(), lane, taken.len());
+    } else if !heads.is_empty() {
+        lines::exhausted(session, name, lane);
+    }
     sort(&mut taken);
     taken
 }
@@ -110,7 +129,7 @@ fn sort(taken: &mut [Taken]) {
 /// Takes at most `max` tasks, reserving their budgets.
 fn take_any(session: &Session, name: &str, queue: &Queue, max: usize) -> Vec<Taken> {
     match queue.lanes.as_slice() {
-        [only] if only.draws.is_empty() => take(session, name, only.lane, max),
+        [only] if only.draws.is_empty() => take_lane(session, name, only.lane, max),
         _ => take_budgeted(session, name, queue, max),
     }
 }
@@ -130,14 +149,22 @@ fn take_budgeted(session: &Session, name: &str, queue: &Queue, max: usize) -> Ve
     if open.is_empty() {
         return Vec::new();
     }
-    let heads = session.run(&HEADS, &[arg(name), arg(open.iter().map(|lane| lane.lane).collect::<Vec<i32>>()), arg(max as i64)]);
-    let candidates: Vec<Candidate> = (0..heads.len())
+    let heads: Vec<(i32, Head)> =
+        open.iter().flat_map(|lane| lines::heads(session, name, lane.lane).into_iter().map(|head| (lane.lane, head))).collect();
+    if heads.is_empty() {
+        return Vec::new();
+    }
+    let (lanes, priorities): (Vec<i32>, Vec<i32>) = heads.iter().map(|(lane, head)| (*lane, head.priority)).unzip();
+    let starts: Vec<i64> = heads.iter().map(|(_, head)| head.at).collect();
+    let first = session.run(&FIRST, &[arg(name), arg(lanes.clone()), arg(priorities), arg(starts), arg(max as i64)]);
+    let candidates: Vec<Candidate> = (0..first.len())
         .filter_map(|at| {
-            let lane: i32 = heads.must(at, 1);
-            Some(Candidate { lane: open.iter().position(|l| l.lane == lane)?, tokens: heads.get(at, 2) })
+            let lane: i32 = first.must(at, 1);
+            Some(Candidate { lane: open.iter().position(|l| l.lane == lane)?, tokens: first.get(at, 2) })
         })
         .collect();
     if candidates.is_empty() {
+        lanes.into_iter().for_each(|lane| lines::exhausted(session, name, lane));
         return Vec::new();
     }
     let draws: Vec<Vec<usize>> = open.iter().map(|lane| lane.draws.clone()).collect();
@@ -151,7 +178,7 @@ fn take_budgeted(session: &Session, name: &str, queue: &Queue, max: usize) -> Ve
         if promised.is_empty() {
             continue;
         }
-        let rows = take(session, name, lane.lane, promised.len());
+        let rows = take_lane(session, name, lane.lane, promised.len());
         let waiting: Vec<Candidate> = rows.iter().map(|row| Candidate { lane: 0, tokens: row.ticket.tokens }).collect();
         let kept = shmem::budgets::reserve(shared, instance, &numbers, |usage| {
             for candidate in &promised {
@@ -195,6 +222,7 @@ fn start(session: &Session, name: &str, queue: &Queue, taken: &[Taken], worker: 
             let lasts = lease_for.or_else(|| facts.get(at, 6)).unwrap_or(queue.lease);
             let expires = now.plus(lasts);
             let (budgets, reserved) = reservation(queue, ticket);
+            shmem::heads::lower(Instance::here(), shmem::heads::RUNNING, 0, expires.0);
             session.run(
                 &RUN,
                 &[

@@ -32,7 +32,6 @@ static FIRST_LANE: Statement = Statement::new(c"insert into stint.lanes (queue, 
 
 /// See the SQL COMMENT of stint.create_queue.
 #[pg_extern(sql = false)]
-#[allow(clippy::too_many_arguments)]
 fn create_queue(
     queue: Option<&str>,
     lease_for: Option<RawInterval>,

@@ -146,7 +146,6 @@ pub fn store(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, reque
 
 /// See the SQL COMMENT of stint.enqueue.
 #[pg_extern(sql = false)]
-#[allow(clippy::too_many_arguments)]
 fn enqueue(
     queue: Option<&str>,
     payload: Option<RawJsonb>,
@@ -184,10 +183,10 @@ fn enqueue(
         let queue = config::find(session, name);
         request.budgets = config::budget_numbers(session, &budget_names);
         let id = pgrx::Uuid::from_bytes(stint_core::ids::task());
-        if let Some(key) = &request.key {
-            if let Some(earlier) = super::keys::hold(session, name, &queue, key, id, now) {
-                return earlier;
-            }
+        if let Some(key) = &request.key
+            && let Some(earlier) = super::keys::hold(session, name, &queue, key, id, now)
+        {
+            return earlier;
         }
         let ready = store(session, name, &queue, id, &request, now);
         store::announce(&queue, usize::from(ready));

@@ -85,7 +85,6 @@ pub fn max_attempts(session: &Session, name: &str, queue: &config::Queue, id: pg
 
 /// See the SQL COMMENT of stint.complete.
 #[pg_extern(sql = false)]
-#[allow(clippy::too_many_arguments)]
 fn complete(
     queue: Option<&str>,
     id: Option<pgrx::Uuid>,
@@ -129,7 +128,6 @@ fn complete(
 
 /// See the SQL COMMENT of stint.fail.
 #[pg_extern(sql = false)]
-#[allow(clippy::too_many_arguments)]
 fn fail(
     queue: Option<&str>,
     id: Option<pgrx::Uuid>,

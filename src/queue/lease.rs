@@ -23,7 +23,6 @@ static KNOWN: Statement = Statement::new(c"select from stint.task_facts f where 
 
 /// See the SQL COMMENT of stint.extend.
 #[pg_extern(sql = false)]
-#[allow(clippy::too_many_arguments)]
 fn extend(
     queue: Option<&str>,
     id: Option<pgrx::Uuid>,

@@ -12,6 +12,7 @@ pub mod horizon;
 pub mod keys;
 pub mod late;
 pub mod lease;
+pub mod lines;
 pub mod promote;
 pub mod release;
 pub mod store;

@@ -1,10 +1,12 @@
 //! `stint.promote`: moves scheduled tasks whose time has come to ready, in the order of their times.
 
 use super::config;
+use super::lines;
 use super::store::{self, Ticket};
+use crate::shmem::{self, heads};
 use crate::spi::{self, Statement, arg};
 use crate::values::Instant;
-use crate::{guc, input, shmem};
+use crate::{guc, input};
 use pgrx::prelude::*;
 use std::collections::HashMap;
 
@@ -13,17 +15,22 @@ static DUE: Statement = Statement::new(
       where s.ctid = any (array(
             select d.ctid
             from stint.place_scheduled d
-            where d.run_at <= $1
+            where d.run_at >= $3 and d.run_at <= $1
             order by d.run_at
             limit $2
             for update skip locked))
       returning s.queue::text, s.id, s.lane, s.priority, s.tokens, s.attempt, s.counted, s.run_at",
-    &[pg_sys::TIMESTAMPTZOID, pg_sys::INT8OID],
+    &[pg_sys::TIMESTAMPTZOID, pg_sys::INT8OID, pg_sys::TIMESTAMPTZOID],
 );
+
+static FIRST: Statement =
+    Statement::new(c"select s.run_at from stint.place_scheduled s where s.run_at >= $1 order by s.run_at limit 1", &[pg_sys::TIMESTAMPTZOID]);
 
 fn promote_due(max: usize) -> i32 {
     spi::connect(|session| {
-        let rows = session.run(&DUE, &[arg(Instant::now()), arg(max as i64)]);
+        let now = Instant::now();
+        let Some(first) = lines::first_instant(session, heads::SCHEDULED, &FIRST).filter(|first| *first <= now.0) else { return 0 };
+        let rows = session.run(&DUE, &[arg(now), arg(max as i64), arg(Instant(first))]);
         let mut due: Vec<(Instant, String, Ticket)> = (0..rows.len())
             .map(|at| {
                 let ticket = Ticket {

@@ -2,18 +2,13 @@
 
 use super::config::Queue;
 use super::usage::Usage;
-use crate::shmem::{Instance, bells, waiters};
+use crate::shmem::{Instance, bells, heads, waiters};
 use crate::spi::{Session, Statement, arg};
 use crate::values::{Instant, RawJsonb};
 use pgrx::prelude::*;
 
 static TO_READY: Statement = Statement::new(
-    c"insert into stint.place_ready (queue, id, lane, priority, tokens, attempt, counted) values ($1, $2, $3, $4, $5, $6, $7)",
-    &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT4OID, pg_sys::INT4OID],
-);
-
-static BACK_TO_READY: Statement = Statement::new(
-    c"insert into stint.place_ready (queue, id, lane, priority, seq, tokens, attempt, counted) values ($1, $2, $3, $4, $8, $5, $6, $7)",
+    c"insert into stint.place_ready (queue, id, lane, priority, tokens, attempt, counted, seq) values ($1, $2, $3, $4, $5, $6, $7, $8)",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID],
 );
 
@@ -80,19 +75,26 @@ impl Ticket {
 
 /// Puts a task at the end of its line.
 pub fn to_ready(session: &Session, name: &str, ticket: &Ticket) {
-    session.run(&TO_READY, &ticket.params(name));
+    // SAFETY: reads a sequence of the extension's own; the owner's rights are in force.
+    let seq = unsafe {
+        let sequence = pg_sys::get_relname_relid(c"task_seq".as_ptr(), pg_sys::Oid::from(Instance::here().schema));
+        pgrx::direct_function_call::<i64>(pg_sys::nextval_oid, &[arg(sequence)]).unwrap_or_default()
+    };
+    back_to_ready(session, name, ticket, seq);
 }
 
 /// Puts a task back where it stood in its line.
 pub fn back_to_ready(session: &Session, name: &str, ticket: &Ticket, seq: i64) {
     let [a, b, c, d, e, f, g] = ticket.params(name);
-    session.run(&BACK_TO_READY, &[a, b, c, d, e, f, g, arg(seq)]);
+    session.run(&TO_READY, &[a, b, c, d, e, f, g, arg(seq)]);
+    heads::lower(Instance::here(), ticket.lane, ticket.priority, seq);
 }
 
 /// Has a task wait until `run_at`.
 pub fn to_scheduled(session: &Session, name: &str, ticket: &Ticket, run_at: Instant) {
     let [a, b, c, d, e, f, g] = ticket.params(name);
     session.run(&TO_SCHEDULED, &[a, b, c, d, e, f, g, arg(run_at)]);
+    heads::lower(Instance::here(), heads::SCHEDULED, 0, run_at.0);
 }
 
 /// An attempt that has ended.

@@ -3,11 +3,12 @@
 
 use super::store::{self, Attempt, Outcome, Ticket};
 use super::usage::Usage;
-use super::{config, finish};
+use super::{config, finish, lines};
 use crate::budget::live;
+use crate::shmem::{self, heads};
 use crate::spi::{self, Statement, arg};
 use crate::values::Instant;
-use crate::{guc, input, shmem};
+use crate::{guc, input};
 use pgrx::prelude::*;
 use std::collections::HashMap;
 
@@ -17,13 +18,18 @@ static LAPSED: Statement = Statement::new(
       where r.ctid = any (array(
             select d.ctid
             from stint.place_running d
-            where d.expires_at <= $1 and coalesce(d.extended_until, d.expires_at) <= $1
+            where d.expires_at >= $3 and d.expires_at <= $1 and coalesce(d.extended_until, d.expires_at) <= $1
             order by d.expires_at
             limit $2
             for update skip locked))
       returning r.queue::text, r.id, r.lease, r.lane, r.priority, r.seq, r.tokens, r.attempt, r.counted, r.started_at, r.worker::text,
                 r.cancel_requested, r.reason, r.budgets, r.reserved, r.run_id::text, r.trace_id::text",
-    &[pg_sys::TIMESTAMPTZOID, pg_sys::INT8OID],
+    &[pg_sys::TIMESTAMPTZOID, pg_sys::INT8OID, pg_sys::TIMESTAMPTZOID],
+);
+
+static FIRST: Statement = Statement::new(
+    c"select r.expires_at from stint.place_running r where r.expires_at >= $1 order by r.expires_at limit 1",
+    &[pg_sys::TIMESTAMPTZOID],
 );
 
 /// What a round did.
@@ -41,7 +47,8 @@ fn sweep_lapsed(max: usize) -> Swept {
     let now = Instant::now();
     let mut swept = Swept::default();
     spi::connect(|session| {
-        let rows = session.run(&LAPSED, &[arg(now), arg(max as i64)]);
+        let Some(first) = lines::first_instant(session, heads::RUNNING, &FIRST).filter(|first| *first <= now.0) else { return };
+        let rows = session.run(&LAPSED, &[arg(now), arg(max as i64), arg(Instant(first))]);
         let mut ready: HashMap<String, usize> = HashMap::new();
         for at in 0..rows.len() {
             let name: String = rows.must(at, 1);

@@ -1,9 +1,10 @@
-//! What lives in shared memory: live budget usage, doorbells, waiters, worker slots and the configuration's generation. One fixed struct and one hash table,
-//! laid out at server start; all zero after a crash, so nothing here is a truth of its own: each part can be derived again from the tables.
+//! What lives in shared memory: live budget usage, the heads of lines, doorbells, waiters, worker slots and the configuration's generation. One fixed struct
+//! and its tables, laid out at server start; all zero after a crash, so nothing here is a truth of its own: each part can be derived again from the tables.
 
 pub mod bells;
 pub mod budgets;
 pub mod config;
+pub mod heads;
 pub mod waiters;
 pub mod workers;
 
@@ -19,6 +20,7 @@ pub struct Shared {
     bells: bells::Shared,
     waiters: waiters::Shared,
     budgets: budgets::Shared,
+    heads: heads::Shared,
     workers: workers::Shared,
 }
 
@@ -32,10 +34,12 @@ pub enum Lock {
     Bells = 1,
     /// Guards the worker slots.
     Workers = 2,
+    /// Guards the heads.
+    Heads = 3,
     /// Guards the giving of places to waiters.
-    Waiters = 3,
+    Waiters = 4,
 }
-const LOCKS: i32 = 4;
+const LOCKS: i32 = 5;
 const TRANCHE: &std::ffi::CStr = c"pg_stint";
 
 static SHARED: AtomicPtr<Shared> = AtomicPtr::new(null_mut());
@@ -77,7 +81,7 @@ unsafe extern "C-unwind" fn request() {
     call_previous(&PREVIOUS_REQUEST);
     // SAFETY: called by the postmaster while requests are taken.
     unsafe {
-        pg_sys::RequestAddinShmemSpace(size_of::<Shared>() + budgets::table_size());
+        pg_sys::RequestAddinShmemSpace(size_of::<Shared>() + budgets::table_size() + heads::table_size() + workers::table_size());
         pg_sys::RequestNamedLWLockTranche(TRANCHE.as_ptr(), LOCKS);
     }
 }
@@ -95,8 +99,11 @@ unsafe extern "C-unwind" fn startup() {
             std::ptr::write_bytes(shared, 0, 1);
             (*shared).waiters.init();
             (*shared).config.init();
+            (*shared).heads.init();
         }
         budgets::attach_table();
+        heads::attach_table();
+        workers::attach_table();
         pg_sys::LWLockRelease(addin);
         LOCK_ARRAY.store(pg_sys::GetNamedLWLockTranche(TRANCHE.as_ptr()), Ordering::Release);
         SHARED.store(shared, Ordering::Release);

@@ -65,12 +65,14 @@ def test_every_argument_can_be_written_by_name(installed):
 
 
 def test_every_column_can_be_written_without_quotes(installed):
+    """But for `check`, what stint.doctor() says it looked at: it is read by people, and there is no better word."""
     assert_none(
         installed,
         f"""
         SELECT f.name, a.argument
         FROM ({FUNCTIONS}) f, unnest(f.proargmodes, f.proargnames) AS a(mode, argument)
         WHERE a.mode IN ('o', 't')
+          AND (f.proname, a.argument) <> ('doctor', 'check')
           AND (quote_ident(a.argument) <> a.argument
                AND a.argument NOT IN (SELECT word FROM pg_get_keywords() WHERE catcode = 'C'))
         UNION ALL
@@ -93,7 +95,8 @@ def test_queue_is_the_first_argument_wherever_there_is_one(installed):
 def test_every_function_pins_its_search_path(installed):
     """Verbs act with the owner's rights, so an operator that the caller's search_path finds first would, too.
 
-    The body of an SQL-standard function is bound when it is created and needs no pin.
+    The body of an SQL-standard function is bound when it is created and needs no pin. The two that make and read a row's image run nothing but the types' own
+    input and output functions, with the caller's rights, once for each row: a pin would cost them more than their work.
     """
     assert_none(
         installed,
@@ -101,6 +104,7 @@ def test_every_function_pins_its_search_path(installed):
         SELECT name
         FROM ({FUNCTIONS}) f
         WHERE f.prosqlbody IS NULL
+          AND name NOT IN ('stint.image("any")', 'stint.image_row(anyelement,text[])')
           AND NOT coalesce('search_path=pg_catalog, pg_temp' = ANY (f.proconfig), false)
         """,
     )

@@ -19,13 +19,45 @@ COMMENT ON SCHEMA stint IS 'pg_stint: the queue and the state of agent work';
 -- requires:
 --   schema
 
--- The queue's tables. A task's facts never change; its place does: a live task has one row in exactly one of place_ready, place_scheduled and place_running,
+-- Before anything else is made: the library must have been loaded when the server started. The same call asks for this database's maintenance worker, which is
+-- there as soon as the installation has committed.
+CREATE FUNCTION stint.require_preload() RETURNS void
+    LANGUAGE c AS 'MODULE_PATHNAME', 'require_preload_wrapper';
+SELECT stint.require_preload();
+DROP FUNCTION stint.require_preload();
+
+CREATE FUNCTION stint.library_version() RETURNS text
+    LANGUAGE c STABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
+    AS 'MODULE_PATHNAME', 'library_version_wrapper';
+COMMENT ON FUNCTION stint.library_version() IS
+$$The version of the library this session runs; stint.version() puts it beside the extension's.$$;
+REVOKE ALL ON FUNCTION stint.library_version() FROM PUBLIC;
+
+CREATE FUNCTION stint.version() RETURNS text
+    LANGUAGE sql STABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT format('pg_stint %s (library %s)', e.extversion, stint.library_version()) FROM pg_extension e WHERE e.extname = 'pg_stint'
+$$;
+COMMENT ON FUNCTION stint.version() IS
+$$The version of the extension's SQL objects in this database and of the library the server runs. They are the same, except between installing a new library
+and running ALTER EXTENSION pg_stint UPDATE.$$;
+REVOKE ALL ON FUNCTION stint.version() FROM PUBLIC;
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   preload
+
+-- The queue's tables. The hot ones have no CHECK constraints: PostgreSQL reads a constraint's expression anew at every statement; stint.check() knows the rules.
+--
+-- A task's facts never change; its place does: a live task has one row in exactly one of place_ready, place_scheduled and place_running,
 -- and moving it is a delete and an insert of a narrow row. A finished task has one row in task_outcomes, and each attempt leaves one in task_attempts when it
 -- ends. Nobody but the verbs writes here; users read the views of 20_queue_views.sql.
 
 CREATE TABLE stint.queue_config (
     queue           text COLLATE "C" PRIMARY KEY,
-    number          int GENERATED ALWAYS AS IDENTITY UNIQUE,
+    number          int NOT NULL GENERATED ALWAYS AS IDENTITY,
     lease_for       interval NOT NULL,
     max_attempts    int NOT NULL,
     backoff_base    interval NOT NULL,
@@ -87,7 +119,7 @@ CREATE TABLE stint.place_ready (
     id              uuid NOT NULL,
     lane            int NOT NULL,
     priority        int NOT NULL,
-    seq             bigint NOT NULL DEFAULT nextval('stint.task_seq'),
+    seq             bigint NOT NULL,
     tokens          bigint,
     attempt         int NOT NULL,
     counted         int NOT NULL,
@@ -144,7 +176,7 @@ CREATE TABLE stint.task_attempts (
     lease           uuid NOT NULL,
     started_at      timestamptz NOT NULL,
     ended_at        timestamptz NOT NULL,
-    ended           text COLLATE "C" NOT NULL CHECK (ended IN ('completed', 'failed', 'cancelled', 'released', 'lapsed')),
+    ended           text COLLATE "C" NOT NULL,
     worker          text COLLATE "C" NOT NULL,
     error           text,
     run_id          text COLLATE "C",
@@ -185,7 +217,7 @@ COMMENT ON TABLE stint.usage_late IS 'Usage reported after its attempt had ended
 CREATE TABLE stint.task_outcomes (
     queue           text COLLATE "C" NOT NULL,
     id              uuid NOT NULL,
-    outcome         text COLLATE "C" NOT NULL CHECK (outcome IN ('completed', 'failed', 'cancelled')),
+    outcome         text COLLATE "C" NOT NULL,
     attempt         int NOT NULL,
     lease           uuid,
     finished_at     timestamptz NOT NULL,
@@ -306,7 +338,6 @@ COMMENT ON VIEW stint.queue_stats IS 'Tasks of each queue by status, and since w
 /* <begin connected objects> */
 -- src/lib.rs
 -- requires:
---   queue_tables
 --   queue_views
 
 -- The queue's verbs. Each is a function of the library (src/queue, src/budget); its COMMENT is its reference.
@@ -536,6 +567,14 @@ REVOKE ALL ON FUNCTION stint.expire_keys(int) FROM PUBLIC;
 COMMENT ON FUNCTION stint.expire_keys(int) IS
 'Lets go of at most max idempotency keys that are past their retention and whose task has finished; returns how many. The maintenance worker does this all the time.';
 
+CREATE FUNCTION stint.rescan() RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'rescan_wrapper';
+REVOKE ALL ON FUNCTION stint.rescan() FROM PUBLIC;
+COMMENT ON FUNCTION stint.rescan() IS
+'Has claims, sweeps and promotions look from the beginning again. They remember where the live rows of their index begin; rows that somebody inserted or changed by hand before that point
+are found after this call, or by themselves within ten minutes. Verbs never need it.';
+
 CREATE FUNCTION stint.explain(
     queue text,
     id uuid
@@ -565,6 +604,401 @@ COMMENT ON VIEW stint.budgets IS 'Budgets: limits, what is in use, and the room 
 -- src/lib.rs
 -- requires:
 --   queue_verbs
+
+-- State tables: which tables are declared, and how their rows merge.
+
+-- A declaration names its table by regclass, so a dump carries the name and a rename is followed.
+CREATE TABLE stint.state_config (
+    relation   regclass PRIMARY KEY,
+    engine     text NOT NULL CHECK (engine IN ('deduplicate', 'partial-update')),
+    sequence   text[],
+    groups     jsonb,
+    deletes    text NOT NULL CHECK (deletes IN ('refuse', 'ignore', 'remove', 'retract')),
+    tombstones regclass,
+    created_by name NOT NULL DEFAULT session_user,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE stint.state_config IS 'One row per state table: the declaration given to create_state';
+COMMENT ON COLUMN stint.state_config.relation IS 'the state table';
+COMMENT ON COLUMN stint.state_config.engine IS 'merge engine: deduplicate or partial-update';
+COMMENT ON COLUMN stint.state_config.sequence IS 'deduplicate: columns whose value, compared in this order, says which of two rows is newer; null: the later arrival is';
+COMMENT ON COLUMN stint.state_config.groups IS 'partial-update: sequence groups as given to create_state';
+COMMENT ON COLUMN stint.state_config.deletes IS 'what merge does with kind => ''delete'': refuse, ignore, remove or retract';
+COMMENT ON COLUMN stint.state_config.tombstones IS 'the table beside the state table that remembers the sequence of deleted keys; null where none is needed';
+REVOKE ALL ON stint.state_config FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.state_config', '');
+
+CREATE VIEW stint.states AS
+SELECT c.relation, c.engine, c.sequence, c.groups, c.deletes, c.tombstones, t.relowner::regrole AS owner, c.created_by, c.created_at
+FROM stint.state_config c JOIN pg_catalog.pg_class t ON t.oid = c.relation;
+COMMENT ON VIEW stint.states IS 'The state tables of this database and how their rows merge';
+REVOKE ALL ON stint.states FROM PUBLIC;
+
+CREATE FUNCTION stint.create_state(relation regclass, engine text, sequence text[] DEFAULT NULL, groups jsonb DEFAULT NULL, deletes text DEFAULT NULL)
+RETURNS void LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'create_state_wrapper';
+COMMENT ON FUNCTION stint.create_state(regclass, text, text[], jsonb, text) IS
+$$Declares an ordinary or partitioned table with a primary key as a state table; only its owner may.
+
+relation  the table; not temporary, unlogged, a partition, inherited, or without an immediate primary key
+engine    'deduplicate': the newest row replaces the whole row. 'partial-update': each row brings some columns; a null or a missing field leaves an ungrouped column as it is
+sequence  deduplicate: columns that say which row is newer, compared in order, null before everything; on a tie the later arrival wins. Null: the later arrival always wins
+groups    partial-update: {"sequence columns": ["field", ...]}, several sequence columns parted by commas. A row that is not older than the group sets all its fields, also to null
+          (a missing field is null); a row whose sequence columns are all null leaves the group alone. {"columns": {"fields": [...], "on_delete": "remove"}}: a delete that is not older
+          than this group removes the row
+deletes   what merge(kind => 'delete') does: 'remove' (default of deduplicate), 'refuse' (default of partial-update without groups), 'ignore', or 'retract' (default with groups: the
+          fields of each group that the delete is not older than become null and the group advances)
+
+A table that remembers the sequences of deleted keys is made beside it, named <table>_tombstones, where the declaration needs one.
+Errors: 42809 or 42P16 not a fit table, 42501 not its owner, 22023 unknown engine, policy or option, or options that contradict each other, 42703 unknown column, 42710 declared already.
+Locks: SHARE ROW EXCLUSIVE on the table.$$;
+REVOKE ALL ON FUNCTION stint.create_state(regclass, text, text[], jsonb, text) FROM PUBLIC;
+
+CREATE FUNCTION stint.drop_state(relation regclass)
+RETURNS void LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'drop_state_wrapper';
+COMMENT ON FUNCTION stint.drop_state(regclass) IS
+$$Makes a state table an ordinary table again; only its owner may. Its rows stay, the sequences of its deleted keys are forgotten.
+
+relation  the table
+Errors: 42704 not a state table, 42501 not its owner. Locks: SHARE ROW EXCLUSIVE on the table, ACCESS EXCLUSIVE on its tombstones.$$;
+REVOKE ALL ON FUNCTION stint.drop_state(regclass) FROM PUBLIC;
+
+CREATE FUNCTION stint.merge(relation regclass, rows jsonb, kind text DEFAULT 'upsert')
+RETURNS TABLE (inserted bigint, updated bigint, deleted bigint, unchanged bigint, late bigint)
+LANGUAGE c VOLATILE ROWS 1 SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'merge_wrapper';
+COMMENT ON FUNCTION stint.merge(regclass, jsonb, text) IS
+$$Merges rows into a state table as its declaration says. A batch in which a key comes many times does what its rows one by one, in order, would do. Call it in FROM.
+
+relation  the state table
+rows      array of objects whose fields are column names, the whole primary key among them; at most stint.max_batch. PostgreSQL reads the values by the columns' types; JSON null is null.
+          Leave generated and identity columns out. A NOT NULL column must be in every row; defaults are not applied
+kind      'upsert', 'delete' or 'retract' (an older image is withdrawn, as -U in a changelog; for deduplicate the same as 'delete', ignored where deletes is 'remove' without a sequence group)
+
+inserted, updated, deleted, unchanged  keys; a key whose row would read the same is not written
+late      rows that changed nothing because newer ones were there already
+
+It runs as the table's owner; the caller needs INSERT and UPDATE on the table, for deletes DELETE, where they empty groups UPDATE as well.
+Errors: 42704 not a state table, 42501 a right is missing, 22023 rows or kind unfit, 42703 no such column, 23502 a key is missing, 428C9 a column PostgreSQL fills, 54000 too many
+rows, 55000 deletes are refused, and what the table's own types and constraints raise. Under REPEATABLE READ and SERIALIZABLE a concurrent merge of the same key is 40001.
+Locks: rows in key order, then tombstones in key order. Deletes judged by sequence go one after the other per table, and one of a key that has no row first takes SHARE ROW EXCLUSIVE
+on the table.$$;
+REVOKE ALL ON FUNCTION stint.merge(regclass, jsonb, text) FROM PUBLIC;
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   state
+
+-- The changelog: what was captured, the ticks that give it positions, and who has read how far.
+
+-- Which incarnation of the database this is. Made with the first state table; a restore brings the row of the database it came from.
+CREATE TABLE stint.meta (
+    one               boolean PRIMARY KEY DEFAULT true CHECK (one),
+    epoch             integer NOT NULL,
+    system_identifier bigint NOT NULL,
+    database          oid NOT NULL,
+    since             timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE stint.meta IS 'One row: the epoch that transaction ids in the changelog, in ticks and in pins belong to, and the cluster and database it was opened in';
+COMMENT ON COLUMN stint.meta.epoch IS 'transaction ids are compared within one epoch only';
+COMMENT ON COLUMN stint.meta.system_identifier IS 'of the cluster, as pg_control_system() gives it';
+COMMENT ON COLUMN stint.meta.database IS 'oid of the database';
+COMMENT ON COLUMN stint.meta.since IS 'when the epoch was opened';
+REVOKE ALL ON stint.meta FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.meta', '');
+
+CREATE TABLE stint.captures (
+    relation    regclass PRIMARY KEY,
+    epoch       integer NOT NULL,
+    xid         xid8 NOT NULL,
+    captured_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE stint.captures IS 'Tables whose changes are captured, and since when: earlier points cannot be read as of';
+COMMENT ON COLUMN stint.captures.xid IS 'the transaction that installed the triggers; writers before it had ended';
+REVOKE ALL ON stint.captures FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.captures', '');
+
+CREATE TABLE stint.image_layouts (
+    layout   integer GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    relation regclass NOT NULL,
+    columns  text[] NOT NULL
+);
+COMMENT ON TABLE stint.image_layouts IS 'What the places of an image are called: a table has one row per set of column names it had. Column numbers do not survive dump and restore, names do';
+COMMENT ON COLUMN stint.image_layouts.columns IS 'name of the column with that number, null where it was dropped';
+REVOKE ALL ON stint.image_layouts FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.image_layouts', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.image_layouts_layout_seq', '');
+
+-- One sequence for all tables, never cached: a change draws its number while it holds its row locks, so per key the numbers rise in commit order.
+CREATE SEQUENCE stint.change_seq CACHE 1;
+REVOKE ALL ON SEQUENCE stint.change_seq FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.change_seq', '');
+
+CREATE TABLE stint.change_log (
+    epoch    integer NOT NULL,
+    relation regclass NOT NULL,
+    xid      xid8 NOT NULL,
+    seq      bigint NOT NULL,
+    at       timestamptz NOT NULL,
+    layout   integer NOT NULL,
+    kind     "char" NOT NULL CHECK (kind IN ('I', 'U', 'D')),
+    key      text COLLATE "C" NOT NULL,
+    before   text[],
+    after    text[]
+);
+-- Serves ticks, positions and as-of reads, all of which ask for ranges of transactions.
+CREATE INDEX change_log_xid ON stint.change_log (epoch, xid);
+COMMENT ON TABLE stint.change_log IS 'Every change of every state table, written by the capture triggers alone and never changed. Read it through stint.changes, stint.poll and the <table>_as_of functions';
+COMMENT ON COLUMN stint.change_log.xid IS 'top-level transaction';
+COMMENT ON COLUMN stint.change_log.seq IS 'drawn while the row locks were held: per key it rises in commit order';
+COMMENT ON COLUMN stint.change_log.at IS 'when the statement ended';
+COMMENT ON COLUMN stint.change_log.kind IS 'I inserted, U updated, D deleted';
+COMMENT ON COLUMN stint.change_log.key IS 'the primary key''s values, as the text of a text[]';
+COMMENT ON COLUMN stint.change_log.before IS 'the row before: each column''s text in the place of its number';
+COMMENT ON COLUMN stint.change_log.after IS 'the row after, likewise';
+REVOKE ALL ON stint.change_log FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.change_log', '');
+
+CREATE TABLE stint.ticks (
+    epoch     integer NOT NULL,
+    number    bigint NOT NULL,
+    snapshot  pg_snapshot NOT NULL,
+    end_pos   bigint NOT NULL,
+    relations regclass[] NOT NULL,
+    at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (epoch, number)
+);
+CREATE UNIQUE INDEX ticks_end_pos ON stint.ticks (end_pos);
+COMMENT ON TABLE stint.ticks IS 'Batches of the changelog: the changes of a tick are those visible in its snapshot and not in the one before, ordered by seq; their positions end at end_pos';
+COMMENT ON COLUMN stint.ticks.relations IS 'tables that changed in it';
+REVOKE ALL ON stint.ticks FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.ticks', '');
+
+CREATE TABLE stint.consumer_config (
+    consumer   text COLLATE "C" PRIMARY KEY,
+    relations  regclass[] NOT NULL,
+    start_pos  bigint NOT NULL,
+    created_by name NOT NULL DEFAULT session_user,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE stint.consumer_config IS 'Named readers of the changelog';
+COMMENT ON COLUMN stint.consumer_config.start_pos IS 'it reads what lies after this position';
+REVOKE ALL ON stint.consumer_config FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.consumer_config', '');
+
+CREATE TABLE stint.consumer_commits (
+    consumer     text COLLATE "C" NOT NULL REFERENCES stint.consumer_config ON DELETE CASCADE,
+    pos          bigint NOT NULL,
+    committed_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (consumer, pos)
+);
+COMMENT ON TABLE stint.consumer_commits IS 'How far each consumer has come: the highest position is valid, lower ones wait for stint.trim_consumers()';
+REVOKE ALL ON stint.consumer_commits FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.consumer_commits', '');
+
+CREATE VIEW stint.consumers AS
+SELECT c.consumer, c.relations, coalesce(p.pos, c.start_pos) AS pos,
+       coalesce(t.end_pos, 0) - coalesce(p.pos, c.start_pos) AS lag,
+       p.committed_at, c.created_by, c.created_at
+FROM stint.consumer_config c
+LEFT JOIN LATERAL (SELECT m.pos, m.committed_at FROM stint.consumer_commits m WHERE m.consumer = c.consumer ORDER BY m.pos DESC LIMIT 1) p ON true
+LEFT JOIN (SELECT max(end_pos) AS end_pos FROM stint.ticks) t ON true;
+COMMENT ON VIEW stint.consumers IS 'Consumers of the changelog and how far they have come';
+COMMENT ON COLUMN stint.consumers.consumer IS 'its name';
+COMMENT ON COLUMN stint.consumers.relations IS 'the state tables it reads';
+COMMENT ON COLUMN stint.consumers.pos IS 'position it has committed; it reads on after it';
+COMMENT ON COLUMN stint.consumers.lag IS 'positions between it and the last tick, those of other tables included';
+COMMENT ON COLUMN stint.consumers.committed_at IS 'time of its last commit, null before the first';
+REVOKE ALL ON stint.consumers FROM PUBLIC;
+
+CREATE FUNCTION stint.image(VARIADIC parts "any") RETURNS text[]
+    LANGUAGE c STABLE PARALLEL SAFE AS 'MODULE_PATHNAME', 'image_wrapper';
+COMMENT ON FUNCTION stint.image("any") IS
+'The text of each value, by its type''s output function under fixed settings (DateStyle, TimeZone, IntervalStyle, extra_float_digits, bytea_output), so that the text is the same
+in every session and reads back as the same value. Null stays null. Used by the capture triggers and by <table>_as_of. Runs no user code; takes no locks.';
+REVOKE ALL ON FUNCTION stint.image("any") FROM PUBLIC;
+
+CREATE FUNCTION stint.image_row(kind anyelement, image text[]) RETURNS anyelement
+    LANGUAGE c STABLE PARALLEL SAFE AS 'MODULE_PATHNAME', 'image_row_wrapper';
+COMMENT ON FUNCTION stint.image_row(anyelement, text[]) IS
+'The row that an image was made of. kind: null of the table''s row type, for its type only; image: the text of each column in the place of its number; places that are missing are null.
+Runs the types'' input functions and the domains'' checks, with the caller''s rights. Errors: 42804 if kind is not of a table''s row type. Takes no locks.';
+REVOKE ALL ON FUNCTION stint.image_row(anyelement, text[]) FROM PUBLIC;
+
+CREATE FUNCTION stint.capture() RETURNS trigger
+    LANGUAGE c SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'capture_wrapper';
+COMMENT ON FUNCTION stint.capture() IS
+'The trigger function on state tables: writes what a statement changed into the changelog, with the rights of the extension''s owner, reading nothing but the statement''s
+own transition tables (TRUNCATE: the table). An update that leaves a row''s text as it was writes nothing; one that changes the key is a deletion and an insertion.';
+REVOKE ALL ON FUNCTION stint.capture() FROM PUBLIC;
+
+CREATE FUNCTION stint.tick() RETURNS bigint
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'tick_wrapper';
+COMMENT ON FUNCTION stint.tick() IS
+'Gives the changes committed since the last tick their positions, and returns the last position there is. Writes nothing when nothing changed. The worker calls it; call it
+to make changes readable at once. Errors: 25001 in a transaction that has written something or runs under REPEATABLE READ or SERIALIZABLE.
+Locks: the tick lock (an object lock on the schema stint) until the transaction ends; readers and writers never wait for it.';
+REVOKE ALL ON FUNCTION stint.tick() FROM PUBLIC;
+
+CREATE FUNCTION stint.changes(relation regclass, since_pos bigint DEFAULT 0, max integer DEFAULT 1000)
+    RETURNS TABLE (pos bigint, kind text, key jsonb, before jsonb, after jsonb, changed_at timestamptz)
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'changes_wrapper';
+COMMENT ON FUNCTION stint.changes(regclass, bigint, integer) IS
+'Changes of a state table after a position, in order. relation: the table, on which the caller needs SELECT; since_pos: give the last pos you have; max: most changes to return.
+Result: pos, the same for the two rows of an update; kind: +I inserted, -U and +U the row before and after an update, -D deleted; key; before: null for +I; after: null for -U and -D;
+changed_at: when the statement ended. In jsonb numbers are exact, NaN and the infinities are strings, json is embedded, arrays are arrays, and everything else is a string:
+PostgreSQL''s text under DateStyle ISO and TimeZone UTC. Shows ticked changes only. Meant for FROM.
+Errors: 42704 no such state table, 22023 a position that no tick has reached, 42501 no SELECT on the table or row security in force, 54000 max over stint.max_batch. Takes no locks.';
+REVOKE ALL ON FUNCTION stint.changes(regclass, bigint, integer) FROM PUBLIC;
+
+CREATE FUNCTION stint.create_consumer(consumer text, relations regclass[], start text DEFAULT 'earliest') RETURNS void
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'create_consumer_wrapper';
+COMMENT ON FUNCTION stint.create_consumer(text, regclass[], text) IS
+'Declares a named reader of the changelog. relations: the state tables it reads, on which the caller needs SELECT; start: ''earliest'' reads every change there is, ''latest'' what is ticked
+from now on. Errors: 42710 the name is taken, 42704 no such state table, 42501 no SELECT. Locks: none beyond its own row.';
+REVOKE ALL ON FUNCTION stint.create_consumer(text, regclass[], text) FROM PUBLIC;
+
+CREATE FUNCTION stint.drop_consumer(consumer text) RETURNS void
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'drop_consumer_wrapper';
+COMMENT ON FUNCTION stint.drop_consumer(text) IS
+'Forgets a consumer and how far it had come. Errors: 42704 no such consumer, 42501 no SELECT on a table it reads. Locks: the consumer''s row.';
+REVOKE ALL ON FUNCTION stint.drop_consumer(text) FROM PUBLIC;
+
+CREATE FUNCTION stint.poll(consumer text, max integer DEFAULT 100)
+    RETURNS TABLE (pos bigint, relation regclass, kind text, key jsonb, before jsonb, after jsonb, changed_at timestamptz)
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'poll_wrapper';
+COMMENT ON FUNCTION stint.poll(text, integer) IS
+'The next changes for a consumer, after the position it has committed; columns as in stint.changes. Writes nothing and takes no locks: the same changes come again until stint.commit.
+max: most changes to return; an update is one change and two rows. Meant for FROM.
+Errors: 42704 no such consumer, 42501 no SELECT on a table it reads or row security in force, 54000 max over stint.max_batch.';
+REVOKE ALL ON FUNCTION stint.poll(text, integer) FROM PUBLIC;
+
+CREATE FUNCTION stint.commit(consumer text, pos bigint) RETURNS void
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'commit_wrapper';
+COMMENT ON FUNCTION stint.commit(text, bigint) IS
+'Advances a consumer to the last pos it has dealt with, as part of the calling transaction: what the consumer wrote and its position become visible together or not at all.
+Committing the present position again changes nothing. Errors: 42704 no such consumer, 22023 a position below the committed one or beyond the last tick,
+40001 another session advanced the consumer since this transaction polled it (roll back and poll again), 42501 no SELECT on a table it reads.
+Locks: the consumer''s row until the transaction ends.';
+REVOKE ALL ON FUNCTION stint.commit(text, bigint) FROM PUBLIC;
+
+CREATE FUNCTION stint.trim_consumers() RETURNS bigint
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'trim_consumers_wrapper';
+COMMENT ON FUNCTION stint.trim_consumers() IS
+'Deletes the positions that consumers have passed and returns how many; the newest of each stays. The worker calls it. Locks: the rows it deletes.';
+REVOKE ALL ON FUNCTION stint.trim_consumers() FROM PUBLIC;
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   changelog
+
+-- Pins and tags: points in the past that stay readable.
+
+CREATE TABLE stint.pins (
+    pin        bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    epoch      integer NOT NULL,
+    snapshot   pg_snapshot NOT NULL,
+    comment    text,
+    created_by name NOT NULL DEFAULT session_user,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE stint.pins IS 'Snapshots that were kept: what a pinning transaction saw of all state tables';
+COMMENT ON COLUMN stint.pins.epoch IS 'the epoch whose transaction ids the snapshot holds';
+REVOKE ALL ON stint.pins FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.pins', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.pins_pin_seq', '');
+
+CREATE TABLE stint.tag_list (
+    tag        text COLLATE "C" PRIMARY KEY,
+    pin        bigint NOT NULL REFERENCES stint.pins,
+    comment    text,
+    created_by name NOT NULL DEFAULT session_user,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+CREATE INDEX tag_list_pin ON stint.tag_list (pin);
+COMMENT ON TABLE stint.tag_list IS 'Names of pins; a row is inserted and deleted, never updated';
+REVOKE ALL ON stint.tag_list FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.tag_list', '');
+
+CREATE VIEW stint.tags AS
+SELECT t.tag, t.pin, p.created_at AS pinned_at, t.comment, t.created_by, t.created_at
+FROM stint.tag_list t JOIN stint.pins p USING (pin);
+COMMENT ON VIEW stint.tags IS 'Tags: immutable names of points at which state tables stay readable through <table>_as_of(tag => …)';
+COMMENT ON COLUMN stint.tags.pinned_at IS 'when the pin was made';
+COMMENT ON COLUMN stint.tags.created_at IS 'when the pin was given this name';
+REVOKE ALL ON stint.tags FROM PUBLIC;
+
+CREATE FUNCTION stint.pin(comment text DEFAULT NULL) RETURNS bigint
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'pin_wrapper';
+COMMENT ON FUNCTION stint.pin(text) IS
+'Keeps what this transaction sees of all state tables and returns the pin''s number. Under REPEATABLE READ that is exactly the transaction''s view; under READ COMMITTED what is committed
+at the call. Errors: 25001 in a transaction that has changed a state table; 55000 where there is no state table. Takes no locks.';
+REVOKE ALL ON FUNCTION stint.pin(text) FROM PUBLIC;
+
+CREATE FUNCTION stint.tag(name text, pin bigint DEFAULT NULL, comment text DEFAULT NULL) RETURNS void
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'tag_wrapper';
+COMMENT ON FUNCTION stint.tag(text, bigint, text) IS
+'Names a pin, for good: a tag never comes to mean another point. name: at most stint.max_name_length bytes; pin: as stint.pin returned it, null pins what this transaction sees now.
+Errors: 42710 the name is taken, 42704 no such pin, 25001 as for stint.pin. Locks: the pin''s row in share mode.';
+REVOKE ALL ON FUNCTION stint.tag(text, bigint, text) FROM PUBLIC;
+
+CREATE FUNCTION stint.drop_tag(name text) RETURNS void
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'drop_tag_wrapper';
+COMMENT ON FUNCTION stint.drop_tag(text) IS
+'Forgets a tag; its pin stays. Errors: 42704 no such tag. Locks: the tag''s row.';
+REVOKE ALL ON FUNCTION stint.drop_tag(text) FROM PUBLIC;
+
+CREATE FUNCTION stint.images_after(relation regclass, tag text, pos bigint)
+    RETURNS TABLE (key text, before text[])
+    LANGUAGE c STABLE ROWS 1000 SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'images_after_wrapper';
+COMMENT ON FUNCTION stint.images_after(regclass, text, bigint) IS
+'What <table>_as_of is made of: for each key that changed after the point, the row''s image before its first change, null where the row was not there. Give tag or pos, not both.
+Sees what the calling query sees. Errors: 42704 no such tag or state table, 22023 a position that no tick has reached, neither or both of tag and pos, or a point before the table
+was declared; 42501 no SELECT on the table or row security in force. Takes no locks.';
+REVOKE ALL ON FUNCTION stint.images_after(regclass, text, bigint) FROM PUBLIC;
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   snapshot
+
+-- What the maintenance worker tells of itself. It keeps this in shared memory, so telling writes nothing.
+CREATE FUNCTION stint.launcher_state()
+    RETURNS TABLE (preloaded boolean, pid int, refused_at timestamptz)
+    LANGUAGE c VOLATILE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
+    AS 'MODULE_PATHNAME', 'launcher_state_wrapper';
+COMMENT ON FUNCTION stint.launcher_state() IS
+$$One row: whether the library was loaded when the server started, the launcher's process (null: it does not run, as on a standby), and since when PostgreSQL
+has had no room for another maintenance worker (null: it has). Read by stint.doctor().$$;
+REVOKE ALL ON FUNCTION stint.launcher_state() FROM PUBLIC;
+
+CREATE FUNCTION stint.worker_state()
+    RETURNS TABLE (database oid, pid int, started_at timestamptz, last_round timestamptz, last_clean_round timestamptz, last_error text, last_error_at timestamptz)
+    LANGUAGE c VOLATILE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
+    AS 'MODULE_PATHNAME', 'worker_state_wrapper';
+COMMENT ON FUNCTION stint.worker_state() IS
+$$One row for each database of the server that has a maintenance worker (pid is null while it is being started). Empty where the library was not loaded when
+the server started. Read by stint.maintenance, which names the databases.$$;
+REVOKE ALL ON FUNCTION stint.worker_state() FROM PUBLIC;
+
+CREATE VIEW stint.maintenance AS
+SELECT d.datname AS database, w.pid, w.started_at, w.last_round, w.last_clean_round, w.last_error, w.last_error_at
+  FROM stint.worker_state() w
+  JOIN pg_catalog.pg_database d ON d.oid OPERATOR(pg_catalog.=) w.database;
+COMMENT ON VIEW stint.maintenance IS 'The maintenance workers of this server, one for each database with the extension, and the last error each has met';
+COMMENT ON COLUMN stint.maintenance.pid IS 'The process; null while it is being started';
+COMMENT ON COLUMN stint.maintenance.last_round IS 'When it last ran all steps; at most stint.naptime ago, unless a step is at work';
+COMMENT ON COLUMN stint.maintenance.last_clean_round IS 'When it last ran all steps and none failed';
+COMMENT ON COLUMN stint.maintenance.last_error IS 'The step that last failed and its error, since the server started';
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   worker
 
 -- stint.check(): every violation of the storage rules, in plain SQL so that a DBA can read what is checked.
 
@@ -615,6 +1049,12 @@ AS $$
     FROM stint.task_outcomes o LEFT JOIN ended e ON e.queue = o.queue AND e.id = o.id
     WHERE o.attempt <> coalesce(e.last, 0)
     UNION ALL
+    SELECT 'an outcome and the end of an attempt are known words', x.queue, x.id, x.word
+    FROM (SELECT o.queue, o.id, o.outcome AS word FROM stint.task_outcomes o WHERE o.outcome NOT IN ('completed', 'failed', 'cancelled')
+          UNION ALL
+          SELECT a.queue, a.id, a.ended FROM stint.task_attempts a
+          WHERE a.ended NOT IN ('completed', 'failed', 'cancelled', 'released', 'lapsed')) x
+    UNION ALL
     SELECT 'no lease is granted twice', r.queue, r.id, 'running under the lease of attempt ' || a.attempt
     FROM stint.place_running r JOIN stint.task_attempts a ON a.queue = r.queue AND a.id = r.id AND a.lease = r.lease
     UNION ALL
@@ -631,6 +1071,147 @@ COMMENT ON FUNCTION stint.check() IS
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   check
+
+-- What is off with this server for pg_stint, and what to do about it. Plain SQL, so that it answers also where the library was not preloaded.
+CREATE FUNCTION stint.doctor() RETURNS TABLE ("check" text, ok boolean, detail text, hint text)
+    LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+WITH
+launcher AS MATERIALIZED (SELECT * FROM stint.launcher_state()),
+workers AS MATERIALIZED (SELECT * FROM stint.worker_state()),
+worker AS (SELECT w.* FROM workers w JOIN pg_database d ON d.oid = w.database WHERE d.datname = current_database()),
+settings AS MATERIALIZED (SELECT name, setting, pending_restart FROM pg_settings),
+activity AS MATERIALIZED (SELECT * FROM pg_stat_activity),
+server AS (
+    SELECT pg_is_in_recovery() AS standby,
+           clock_timestamp() AS now,
+           greatest(interval '10 s', 20 * interval '1 ms' * coalesce((SELECT setting::int FROM settings WHERE name = 'stint.naptime'), 500)) AS patience
+),
+violations AS (SELECT count(*) AS number, min(c.rule) AS rule FROM stint.check() c),
+old_transactions AS (
+    SELECT format('pid %s, %s in %s, %s for %s', a.pid, a.usename, a.datname, a.state, date_trunc('second', s.now - a.xact_start)) AS who, a.xact_start
+      FROM activity a, server s
+     WHERE a.xact_start < s.now - interval '5 min' AND (a.backend_xmin IS NOT NULL OR a.backend_xid IS NOT NULL) AND a.pid <> pg_backend_pid()
+),
+findings (number, "check", ok, detail, remedy, advice) AS (
+    SELECT 10, 'library is preloaded', l.preloaded, format('shared_preload_libraries = %L', current_setting('shared_preload_libraries')),
+           format('Add this line to postgresql.conf and restart the server: shared_preload_libraries = %L',
+                  concat_ws(',', nullif(current_setting('shared_preload_libraries'), ''), 'pg_stint')), NULL
+      FROM launcher l
+    UNION ALL
+    SELECT 20, 'library and extension have one version', e.extversion = stint.library_version(),
+           format('library %s, extension %s', stint.library_version(), e.extversion),
+           'Restart the server if it still runs an older library; then run ALTER EXTENSION pg_stint UPDATE.', NULL
+      FROM pg_extension e WHERE e.extname = 'pg_stint'
+    UNION ALL
+    SELECT 30, 'settings are in force', count(s.name) = 0,
+           coalesce('changed and waiting for a restart: ' || string_agg(s.name, ', ' ORDER BY s.name), 'none waits for a restart'),
+           'Restart the server.', NULL
+      FROM settings s
+     WHERE s.pending_restart AND (s.name LIKE 'stint.%' OR s.name IN ('shared_preload_libraries', 'max_worker_processes'))
+    UNION ALL
+    SELECT 40, 'server takes writes', NOT s.standby AND current_setting('default_transaction_read_only') = 'off',
+           CASE WHEN s.standby THEN 'standby' ELSE format('primary, default_transaction_read_only = %s', current_setting('default_transaction_read_only')) END,
+           CASE WHEN s.standby THEN 'Views can be read here; call the verbs on the primary.'
+                ELSE 'Turn default_transaction_read_only off for the roles that call the verbs.' END, NULL
+      FROM server s
+    UNION ALL
+    SELECT 50, 'launcher runs', l.pid IS NOT NULL OR s.standby,
+           CASE WHEN l.pid IS NOT NULL THEN format('pid %s', l.pid) WHEN s.standby THEN 'it starts after promotion' ELSE 'it does not run' END,
+           CASE WHEN l.preloaded THEN 'It is started again within a second; if it is not, the server''s log says why.' ELSE 'Preload the library.' END, NULL
+      FROM launcher l, server s
+    UNION ALL
+    SELECT 60, 'maintenance worker runs here', w.pid IS NOT NULL OR s.standby,
+           CASE WHEN w.pid IS NOT NULL THEN format('pid %s, since %s', w.pid, w.started_at::timestamptz(0))
+                WHEN s.standby THEN 'it starts after promotion'
+                WHEN w.database IS NOT NULL THEN 'it is being started'
+                WHEN d.datistemplate THEN 'a template database has none'
+                ELSE 'it does not run' END,
+           CASE WHEN NOT l.preloaded THEN 'Preload the library.'
+                WHEN l.refused_at IS NOT NULL THEN 'PostgreSQL has no room for another background worker: raise max_worker_processes and restart the server.'
+                WHEN d.datistemplate THEN 'Run ALTER DATABASE … IS_TEMPLATE false, or call stint.sweep() and stint.promote() yourself.'
+                WHEN w.database IS NULL AND (SELECT count(*) FROM workers) >= (SELECT setting::int FROM settings WHERE name = 'stint.max_databases')
+                THEN 'Raise stint.max_databases and restart the server.'
+                ELSE 'Look again in a minute; if it still does not run, the server''s log says why. Until then call stint.sweep() and stint.promote().' END, NULL
+      FROM launcher l CROSS JOIN server s JOIN pg_database d ON d.datname = current_database() LEFT JOIN worker w ON true
+    UNION ALL
+    SELECT 70, 'maintenance worker keeps its rounds', coalesce(w.last_round, w.started_at) > s.now - s.patience,
+           format('last round %s%s', coalesce('at ' || w.last_round::timestamptz(0), 'not yet'),
+                  CASE WHEN a.state = 'active' THEN format(', now at the step "%s"', a.query) END),
+           'A step takes long or waits for a lock: look for the worker''s pid in pg_stat_activity and pg_locks.', NULL
+      FROM worker w CROSS JOIN server s LEFT JOIN activity a ON a.pid = w.pid
+     WHERE w.pid IS NOT NULL
+    UNION ALL
+    SELECT 80, 'maintenance steps succeed', w.last_error_at IS NULL OR coalesce(w.last_clean_round > w.last_error_at, false),
+           CASE WHEN w.last_error_at IS NULL THEN 'no step has failed since the server started'
+                ELSE format('%s, at %s', w.last_error, w.last_error_at::timestamptz(0)) END,
+           'The step is tried again in every round; the server''s log shows the error in full.', NULL
+      FROM worker w
+    UNION ALL
+    SELECT 90, 'room for background workers', u.used < u.room AND l.refused_at IS NULL, format('%s of max_worker_processes = %s in use', u.used, u.room),
+           'Raise max_worker_processes and restart the server: each database with the extension needs one, the launcher one, parallel queries some.', NULL
+      FROM launcher l, (
+            SELECT count(*) AS used, current_setting('max_worker_processes')::int AS room
+              FROM activity
+             WHERE backend_type NOT IN ('archiver', 'autovacuum launcher', 'autovacuum worker', 'background writer', 'checkpointer', 'client backend', 'io worker',
+                                        'slotsync worker', 'standalone backend', 'startup', 'walreceiver', 'walsender', 'walsummarizer', 'walwriter')) u
+    UNION ALL
+    SELECT 100, 'room for databases', count(w.database) < s.setting::int, format('%s of stint.max_databases = %s in use', count(w.database), s.setting),
+           'Raise stint.max_databases and restart the server before the next database gets the extension.', NULL
+      FROM settings s LEFT JOIN workers w ON true WHERE s.name = 'stint.max_databases' GROUP BY s.setting
+    UNION ALL
+    SELECT 110, 'room for budgets', b.used < s.setting::int, format('%s of stint.max_budgets = %s in this database', b.used, s.setting),
+           'Raise stint.max_budgets, which all databases share, and restart the server.', NULL
+      FROM settings s, (SELECT count(*) AS used FROM stint.budget_config) b WHERE s.name = 'stint.max_budgets'
+    UNION ALL
+    SELECT 120, 'storage rules hold', v.number = 0, CASE WHEN v.number = 0 THEN 'stint.check() finds nothing' ELSE format('%s violations, such as: %s', v.number, v.rule) END,
+           'SELECT * FROM stint.check() names the rows; please report it. A budget that appears once and not again was only in the middle of a claim.', NULL
+      FROM violations v
+    UNION ALL
+    SELECT 130, 'autovacuum is on', current_setting('autovacuum')::boolean AND current_setting('track_counts')::boolean,
+           format('autovacuum = %s, track_counts = %s', current_setting('autovacuum'), current_setting('track_counts')),
+           'Turn both on: queue tables turn over fast, and without vacuum they only grow.', NULL
+    UNION ALL
+    SELECT 140, 'no transaction is old', count(*) = 0, CASE WHEN count(*) = 0 THEN 'none is older than five minutes'
+                ELSE format('%s older than five minutes; the oldest: %s', count(*), (array_agg(o.who ORDER BY o.xact_start))[1]) END,
+           'End it (pg_terminate_backend) or wait: vacuum removes nothing that it may still see, so queue tables grow.', NULL
+      FROM old_transactions o
+    UNION ALL
+    SELECT 150, 'no prepared transaction is old', count(*) = 0,
+           coalesce('prepared more than five minutes ago: ' || string_agg(format('%L in %s', p.gid, p.database), ', ' ORDER BY p.prepared), 'none is older than five minutes'),
+           'COMMIT PREPARED or ROLLBACK PREPARED it: until then vacuum removes nothing that it may still see.', NULL
+      FROM server s JOIN pg_prepared_xacts p ON p.prepared < s.now - interval '5 min'
+    UNION ALL
+    SELECT 160, 'replication slots are in use', count(*) = 0, coalesce('idle: ' || string_agg(r.slot_name, ', ' ORDER BY r.slot_name), 'no slot is idle'),
+           'Drop those that nobody comes back for (pg_drop_replication_slot): they keep WAL, and may keep dead rows.', NULL
+      FROM pg_replication_slots r WHERE NOT r.active
+    UNION ALL
+    SELECT 170, 'commits survive a crash', current_setting('fsync')::boolean AND current_setting('full_page_writes')::boolean,
+           format('fsync = %s, full_page_writes = %s, synchronous_commit = %s',
+                  current_setting('fsync'), current_setting('full_page_writes'), current_setting('synchronous_commit')),
+           'Turn fsync and full_page_writes on, except where all data may be lost.',
+           CASE WHEN current_setting('synchronous_commit') = 'off'
+                THEN 'With synchronous_commit off, a crash of the server takes back what was acknowledged just before it.' END
+    UNION ALL
+    SELECT 180, 'transactions are READ COMMITTED', current_setting('default_transaction_isolation') = 'read committed',
+           format('default_transaction_isolation = %s', current_setting('default_transaction_isolation')),
+           'Leave it at read committed for the roles that call the verbs: at the other levels a claim cannot wait, and calls may fail with 40001.', NULL
+    UNION ALL
+    SELECT 190, 'idle transactions are ended', true, format('idle_in_transaction_session_timeout = %s', current_setting('idle_in_transaction_session_timeout')), NULL,
+           CASE WHEN current_setting('idle_in_transaction_session_timeout') = '0'
+                THEN 'Set idle_in_transaction_session_timeout: a client that hangs in a transaction keeps its locks, and keeps vacuum from its work.' END
+)
+SELECT f."check", coalesce(f.ok, false), f.detail, CASE WHEN f.ok THEN f.advice ELSE f.remedy END FROM findings f ORDER BY f.number
+$$;
+COMMENT ON FUNCTION stint.doctor() IS
+'Examines this server and database for what pg_stint needs: one row for each check. ok: whether it is as it should be; detail: what was seen; hint: what to do where it is not, or an advice. Changes nothing, and works on a standby and where the library was not preloaded, too. It runs stint.check(), which reads whole tables. What is off: SELECT * FROM stint.doctor() WHERE NOT ok.';
+REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/budget/live.rs
 -- pg_stint::budget::live::budget_usage
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -643,8 +1224,20 @@ COMMENT ON FUNCTION stint.check() IS
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/changelog/reader.rs
+-- pg_stint::changelog::reader::changes
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/queue/claim.rs
 -- pg_stint::queue::claim::claim
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/changelog/consumer.rs
+-- pg_stint::changelog::consumer::commit
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -661,8 +1254,38 @@ COMMENT ON FUNCTION stint.check() IS
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/changelog/consumer.rs
+-- pg_stint::changelog::consumer::create_consumer
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/queue/create.rs
 -- pg_stint::queue::create::create_queue
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/state/declare.rs
+-- pg_stint::state::declare::create_state
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/changelog/consumer.rs
+-- pg_stint::changelog::consumer::drop_consumer
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/state/declare.rs
+-- pg_stint::state::declare::drop_state
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/snapshot/tag.rs
+-- pg_stint::snapshot::tag::drop_tag
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -703,6 +1326,42 @@ COMMENT ON FUNCTION stint.check() IS
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/snapshot/as_of.rs
+-- pg_stint::snapshot::as_of::images_after
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/worker/status.rs
+-- pg_stint::worker::status::launcher_state
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/worker/preload.rs
+-- pg_stint::worker::preload::library_version
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/state/merge.rs
+-- pg_stint::state::merge::merge
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/snapshot/pin.rs
+-- pg_stint::snapshot::pin::pin
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/changelog/consumer.rs
+-- pg_stint::changelog::consumer::poll
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/queue/promote.rs
 -- pg_stint::queue::promote::promote
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -715,8 +1374,44 @@ COMMENT ON FUNCTION stint.check() IS
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/worker/preload.rs
+-- pg_stint::worker::preload::require_preload
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/lines.rs
+-- pg_stint::queue::lines::rescan
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/queue/sweep.rs
 -- pg_stint::queue::sweep::sweep
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/snapshot/tag.rs
+-- pg_stint::snapshot::tag::tag
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/changelog/tick.rs
+-- pg_stint::changelog::tick::tick
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/changelog/consumer.rs
+-- pg_stint::changelog::consumer::trim_consumers
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/worker/status.rs
+-- pg_stint::worker::status::worker_state
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 

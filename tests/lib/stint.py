@@ -112,6 +112,7 @@ class Queue:
         """Makes the lease run out and sweeps."""
         with self.conn.transaction():
             self.expire(task)
+            call(self.conn, "rescan")
             return call(self.conn, "sweep")[0]
 
     def due(self, id):
@@ -120,6 +121,7 @@ class Queue:
             self.conn.execute(
                 "UPDATE stint.place_scheduled SET run_at = clock_timestamp() WHERE queue = %s AND id = %s", (self.name, id)
             )
+            call(self.conn, "rescan")
             call(self.conn, "promote")
 
     def place(self, id):

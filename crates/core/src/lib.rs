@@ -4,4 +4,7 @@ pub mod backoff;
 pub mod budget;
 pub mod ids;
 pub mod names;
+pub mod snapshot;
+pub mod state;
 pub mod verdict;
+pub mod window;

@@ -1,0 +1,144 @@
+//! A declaration compiled into SQL: one set-based statement per kind of merge, whatever the number of rows. Every statement takes the batch as `$1 jsonb` and
+//! is meant to run with `search_path = pg_catalog, pg_temp`; operators of other types' classes are written with their schema.
+//!
+//! The batch is folded per key first and combined with the stored row second, so that a batch in which a key comes many times equals its rows merged one by
+//! one. What makes that sound: a sequence only rises, so of a group only the row with the highest (sequence, arrival) can win, and a later delete that wins
+//! starts the key anew. The combination is written in ON CONFLICT DO UPDATE, over the row as it is once locked, so writers of one key lose nothing.
+//!
+//! Inside the statements columns go by their place in the table (`c0`, `c1`, …), so that no name of a user's can clash.
+
+use super::Table;
+use super::declare::{Declaration, Deletes, Engine, Group};
+use std::fmt::Write;
+
+mod fold;
+mod parts;
+mod removal;
+mod upsert;
+
+/// What a batch does to its keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Rows arrive (`+I`, `+U`).
+    Upsert,
+    /// Rows are deleted (`-D`).
+    Delete,
+    /// Rows are withdrawn before a newer one arrives (`-U`).
+    Retract,
+}
+
+/// The words of `kind`.
+pub const KINDS: [(&str, Kind); 3] = [("upsert", Kind::Upsert), ("delete", Kind::Delete), ("retract", Kind::Retract)];
+
+/// What a merge of one kind runs. The main statements return one row: inserted, updated, deleted, unchanged, late.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Merge {
+    /// The declaration refuses this kind.
+    Refused,
+    /// The declaration ignores this kind: every key stays as it is.
+    Ignored,
+    /// Rows are written.
+    Upsert {
+        /// For a batch in which no key comes twice.
+        unique: String,
+        /// For any batch.
+        folded: String,
+        /// What follows when keys were inserted that may have been deleted before.
+        after: Option<Revival>,
+    },
+    /// Rows are deleted, or fields of theirs set to null.
+    Remove(Removal),
+}
+
+/// The statements after an upsert that inserted keys: they run with fresh snapshots while the inserted rows are locked, so they also see a delete that the
+/// upsert waited behind.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Revival {
+    /// Returns whether a key of the batch has a tombstone.
+    pub hit: String,
+    /// Returns the tombstones of the batch as text.
+    pub tombstones: String,
+    /// Deletes rows older than their tombstone; returns how many.
+    pub remove: Option<String>,
+    /// Sets back the groups that are older than the tombstone's.
+    pub adjust: Option<String>,
+    /// Drops the tombstones of keys that live.
+    pub forget: String,
+}
+
+/// The statements of a delete or retraction, in order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Removal {
+    /// Returns how many rows of the batch have a key without a row; if any, `lock_table` goes first. Only where sequences are remembered.
+    pub absent: Option<String>,
+    /// Keeps writers out, because a row that somebody else is inserting cannot be locked.
+    pub lock_table: String,
+    /// Locks the rows of the batch in key order.
+    pub lock_rows: String,
+    /// The removal itself.
+    pub apply: String,
+}
+
+/// Returns the number of distinct keys.
+pub fn count_keys(table: &Table) -> String {
+    format!("WITH {}\nSELECT count(DISTINCT ROW({})) FROM r", rows(table, &table.key), list(&table.key, |c| format!("c{c}")))
+}
+
+/// CREATE TABLE for the tombstones of a state table: typed as the table is, so that keys compare as they do there.
+pub fn create_tombstones(table: &Table, declaration: &Declaration, name: &str) -> String {
+    let mut columns = String::new();
+    for (place, c) in table.key.iter().enumerate() {
+        let _ = write!(columns, "k{place} {} NOT NULL, ", table.columns[*c].type_sql);
+    }
+    for (g, sequence) in declaration.sequences().iter().enumerate() {
+        for (j, c) in sequence.iter().enumerate() {
+            let _ = write!(columns, "s{g}_{j} {}, ", table.columns[*c].type_sql);
+        }
+    }
+    let keys = (0..table.key.len()).map(|place| format!("k{place}")).collect::<Vec<_>>().join(", ");
+    format!("CREATE TABLE {name} ({columns}removed boolean NOT NULL, PRIMARY KEY ({keys}))")
+}
+
+/// Compiles the merge of one kind.
+pub fn compile(table: &Table, declaration: &Declaration, kind: Kind) -> Merge {
+    let compiler = Compiler { table, declaration, groups: groups(declaration) };
+    if kind == Kind::Upsert {
+        return compiler.upsert();
+    }
+    match declaration.deletes {
+        Deletes::Refuse => Merge::Refused,
+        Deletes::Ignore => Merge::Ignored,
+        Deletes::Remove if kind == Kind::Retract && matches!(declaration.engine, Engine::PartialUpdate { .. }) => Merge::Ignored,
+        Deletes::Remove if compiler.groups.is_empty() => Merge::Remove(compiler.delete_by_arrival()),
+        Deletes::Remove | Deletes::Retract => Merge::Remove(compiler.delete_by_sequence(kind)),
+    }
+}
+
+/// The engine's sequences as groups; the one of `deduplicate` decides over the whole row.
+fn groups(declaration: &Declaration) -> Vec<Group> {
+    match &declaration.engine {
+        Engine::Deduplicate { sequence } if sequence.is_empty() => Vec::new(),
+        Engine::Deduplicate { sequence } => vec![Group { sequence: sequence.clone(), fields: Vec::new(), remove: true }],
+        Engine::PartialUpdate { groups } => groups.clone(),
+    }
+}
+
+fn list<T: Copy>(items: &[T], each: impl Fn(T) -> String) -> String {
+    items.iter().map(|item| each(*item)).collect::<Vec<_>>().join(", ")
+}
+
+/// The batch as typed rows with their ordinal; PostgreSQL reads the values.
+fn rows(table: &Table, columns: &[usize]) -> String {
+    let definitions = list(columns, |c| format!("{} {}", table.columns[c].quoted, table.columns[c].type_sql));
+    let names = list(columns, |c| format!("c{c}"));
+    format!("r AS MATERIALIZED (SELECT * FROM ROWS FROM (jsonb_to_recordset($1) AS ({definitions})) WITH ORDINALITY AS x ({names}, ord))")
+}
+
+struct Compiler<'a> {
+    table: &'a Table,
+    declaration: &'a Declaration,
+    groups: Vec<Group>,
+}
+
+#[cfg(test)]
+mod tests;

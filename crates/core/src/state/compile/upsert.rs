@@ -1,0 +1,238 @@
+//! Rows arrive: a statement for batches without a repeated key, one that folds, and what follows where keys may have been deleted before.
+
+use super::{Compiler, Merge, Revival, list, rows};
+use std::fmt::Write;
+
+impl Compiler<'_> {
+    pub(super) fn upsert(&self) -> Merge {
+        Merge::Upsert { unique: self.upsert_unique(), folded: self.upsert_folded(), after: self.revival() }
+    }
+
+    /// The key and every written column.
+    fn inputs(&self) -> Vec<usize> {
+        self.table.key.iter().copied().chain(self.values()).collect()
+    }
+
+    /// Without a repeated key nothing needs folding, and only a row that wrote nothing can have been late.
+    fn upsert_unique(&self) -> String {
+        let columns = self.inputs();
+        // A group without a sequence is left alone, also where the row is new.
+        let value = |c: usize| match self.groups.iter().position(|group| group.fields.contains(&c)) {
+            Some(g) => format!("CASE WHEN {} THEN r.c{c} END AS c{c}", self.present(g, |_, c| format!("r.c{c}"))),
+            None => format!("r.c{c}"),
+        };
+        let names = list(&columns, value);
+        let older = self.older_than_tombstone(|c| format!("r.c{c}"), |g, j| format!("d.s{g}_{j}"));
+        let dead = self.table.tombstones.as_ref().zip(older).map(|(tombstones, older)| (tombstones, format!("(d.removed AND {older})")));
+        let source = match &dead {
+            None => String::from("r"),
+            Some((tombstones, dead)) => format!("r LEFT JOIN {tombstones} d ON {} WHERE {dead} IS NOT TRUE", self.tombstone_key_is("r")),
+        };
+        let late = if self.groups.is_empty() {
+            String::from("0::bigint")
+        } else {
+            let present = |g: usize| self.present(g, |_, c| format!("r.c{c}"));
+            let wins =
+                |g: usize| format!("({} AND {})", present(g), self.not_older(g, |_, c| format!("r.c{c}"), |_, c| format!("t.{}", self.quoted(c))));
+            let groups: Vec<usize> = (0..self.groups.len()).collect();
+            let lost = format!(
+                "coalesce((SELECT ({}) AND NOT ({}) FROM {} t WHERE {}), false){}",
+                groups.iter().map(|g| present(*g)).collect::<Vec<_>>().join(" OR "),
+                groups.iter().map(|g| wins(*g)).collect::<Vec<_>>().join(" OR "),
+                self.table.qualified,
+                self.target_key_is("r"),
+                self.brings_nothing("r"),
+            );
+            let dead = match &dead {
+                None => String::new(),
+                Some((tombstones, dead)) => {
+                    format!(" OR coalesce((SELECT {dead} FROM {tombstones} d WHERE {}), false)", self.tombstone_key_is("r"))
+                }
+            };
+            let wrote = self.same_key(|_, c| format!("w.c{c}"), |_, c| format!("r.c{c}"));
+            format!("(SELECT count(*) FILTER (WHERE {lost}{dead}) FROM r WHERE NOT EXISTS (SELECT FROM w WHERE {wrote}))")
+        };
+        self.counted(&format!("{},\nf AS (SELECT {names} FROM {source})", rows(self.table, &columns)), &columns, "r", &late, "late")
+    }
+
+    fn upsert_folded(&self) -> String {
+        let columns = self.inputs();
+        let mut with = self.events(&columns);
+        let judged = !self.groups.is_empty();
+        if judged {
+            let _ = write!(with, ",\n{},\n{}", self.base(), self.judged(&columns, &self.brings_nothing("y")));
+        }
+        let source = if judged { "v" } else { "e" };
+        let fold = if self.deduplicates() { self.newest_whole(source, judged) } else { self.partial_fold(source, judged) };
+        with.push_str(&fold);
+        let (late, late_keys) = if judged {
+            ("(SELECT count(*) FROM v WHERE late)", "(SELECT count(*) FROM (SELECT FROM v GROUP BY kid HAVING bool_and(late)) z)")
+        } else {
+            ("0::bigint", "0")
+        };
+        self.counted(&with, &columns, "h", late, late_keys)
+    }
+
+    /// The statement around the folded rows `f`: writes them and counts. `keys` is the CTE with one row per key.
+    fn counted(&self, with: &str, columns: &[usize], keys: &str, late: &str, late_keys: &str) -> String {
+        // A partitioned table cannot return system columns; there a row counts as inserted if the statement's snapshot does not hold it.
+        let (returned, fresh) = if self.table.partitioned {
+            ("true", format!("NOT EXISTS (SELECT FROM {} t WHERE {})", self.table.qualified, self.target_key_is("w")))
+        } else {
+            ("t.xmax = 0", String::from("w.fresh"))
+        };
+        format!(
+            "WITH {with},\nw AS ({insert}\n  RETURNING {returned} AS fresh, {returned_keys}),\n\
+             n (keys, fresh, changed, late) AS (SELECT (SELECT count(*) FROM {keys}), (SELECT count(*) FROM w WHERE {fresh}),\n  \
+             (SELECT count(*) FROM w WHERE NOT {fresh}), {late})\n\
+             SELECT fresh, changed, 0::bigint, greatest(keys - fresh - changed - {late_keys}, 0), late FROM n",
+            insert = self.insert(columns),
+            returned_keys = list(&self.table.key, |c| format!("t.{} AS c{c}", self.quoted(c))),
+        )
+    }
+
+    /// ` AND …`: the row has no value for a column outside the groups.
+    fn brings_nothing(&self, alias: &str) -> String {
+        let free = if self.deduplicates() { Vec::new() } else { self.free() };
+        if free.is_empty() { String::new() } else { format!(" AND num_nonnulls({}) = 0", list(&free, |c| format!("{alias}.c{c}"))) }
+    }
+
+    /// CTE `f`: the newest row of each key.
+    fn newest_whole(&self, source: &str, judged: bool) -> String {
+        let order = if judged { self.newest_first(0, "v.") } else { "e.ord DESC".into() };
+        let kept = if judged { " WHERE NOT v.dropped" } else { "" };
+        let names: String = self.values().iter().map(|c| format!(", {source}.c{c}")).collect();
+        format!(
+            ",\n{first},\nf AS (SELECT DISTINCT ON ({source}.kid) {keys}{names} FROM {source} JOIN k ON k.kid = {source}.kid{kept}\n  \
+             ORDER BY {source}.kid, {order})",
+            first = self.first_written(source, judged),
+            keys = self.keys("k."),
+        )
+    }
+
+    /// CTE `k`: each key as the first row that counts writes it; keys that are equal may still read differently.
+    fn first_written(&self, source: &str, judged: bool) -> String {
+        let kept = if judged { " WHERE NOT dropped" } else { "" };
+        format!("k AS (SELECT DISTINCT ON (kid) kid, {} FROM {source}{kept} ORDER BY kid, ord)", self.keys(""))
+    }
+
+    /// CTEs `g0`, `g1`, … (the winner of each group), `u` (where each free column last had a value) and `f` (one row per key).
+    fn partial_fold(&self, source: &str, judged: bool) -> String {
+        let mut text = String::new();
+        let mut joins = String::new();
+        let mut outputs = format!("u.kid, {}", self.keys("k."));
+        let kept = if judged { "NOT dropped AND " } else { "" };
+        for (g, group) in self.groups.iter().enumerate() {
+            let own: Vec<usize> = group.sequence.iter().chain(&group.fields).copied().collect();
+            let _ = write!(
+                text,
+                ",\ng{g} AS (SELECT DISTINCT ON (kid) kid, {names} FROM {source} WHERE {kept}{present}\n  ORDER BY kid, {order})",
+                names = list(&own, |c| format!("c{c}")),
+                present = self.present(g, |_, c| format!("c{c}")),
+                order = self.newest_first(g, ""),
+            );
+            let _ = write!(joins, "\n  LEFT JOIN g{g} ON g{g}.kid = u.kid");
+            for c in &own {
+                let _ = write!(outputs, ", g{g}.c{c}");
+            }
+        }
+        let mut lasts = String::new();
+        for c in self.free() {
+            let _ = write!(lasts, ", max(ord) FILTER (WHERE c{c} IS NOT NULL) AS o{c}");
+            let _ = write!(joins, "\n  LEFT JOIN {source} l{c} ON l{c}.ord = u.o{c}");
+            let _ = write!(outputs, ", l{c}.c{c}");
+        }
+        let kept = if judged { " WHERE NOT dropped" } else { "" };
+        let _ = write!(
+            text,
+            ",\n{first},\nu AS (SELECT kid{lasts} FROM {source}{kept} GROUP BY kid),\nf AS (SELECT {outputs}\n  FROM u JOIN k ON k.kid = u.kid{joins})",
+            first = self.first_written(source, judged),
+        );
+        text
+    }
+
+    /// INSERT of the folded rows in key order, combined with the row that is there.
+    fn insert(&self, columns: &[usize]) -> String {
+        let names = list(columns, |c| self.quoted(c).to_string());
+        let conflict = list(&self.table.key, |c| self.quoted(c).to_string());
+        let head = format!(
+            "INSERT INTO {table} AS t ({names})\n  SELECT {sources} FROM f ORDER BY {keys}\n  ON CONFLICT ({conflict}) DO ",
+            table = self.table.qualified,
+            sources = list(columns, |c| format!("f.c{c}")),
+            keys = self.keys("f."),
+        );
+        let values = self.values();
+        if values.is_empty() {
+            return format!("{head}NOTHING");
+        }
+        let combined: Vec<(usize, String)> = values.iter().map(|c| (*c, self.combined(*c))).collect();
+        let set = combined.iter().map(|(c, text)| format!("{} = {text}", self.quoted(*c))).collect::<Vec<_>>().join(",\n    ");
+        let newer = if self.deduplicates() && !self.groups.is_empty() {
+            format!("{} AND ", self.not_older(0, |_, c| format!("EXCLUDED.{}", self.quoted(c)), |_, c| format!("t.{}", self.quoted(c))))
+        } else {
+            String::new()
+        };
+        format!("{head}UPDATE SET\n    {set}\n  WHERE {newer}{}", self.differs(&combined))
+    }
+
+    /// What a column becomes when its folded row meets the stored one.
+    fn combined(&self, c: usize) -> String {
+        let name = self.quoted(c);
+        if self.deduplicates() {
+            return format!("EXCLUDED.{name}");
+        }
+        match self.groups.iter().position(|group| group.sequence.contains(&c) || group.fields.contains(&c)) {
+            None => format!("coalesce(EXCLUDED.{name}, t.{name})"),
+            Some(g) => {
+                let new = |_: usize, c: usize| format!("EXCLUDED.{}", self.quoted(c));
+                let old = |_: usize, c: usize| format!("t.{}", self.quoted(c));
+                format!("CASE WHEN {} AND {} THEN EXCLUDED.{name} ELSE t.{name} END", self.present(g, new), self.not_older(g, new, old))
+            }
+        }
+    }
+
+    fn revival(&self) -> Option<Revival> {
+        let tombstones = self.table.tombstones.as_ref()?;
+        let target = &self.table.qualified;
+        let rows = rows(self.table, &self.table.key);
+        let joined = format!("{} AND {}", self.target_key_is("r"), self.tombstone_key_is("r"));
+        // Only a key all of whose rows are older stays dead: the merge itself judged row by row wherever it saw the tombstone.
+        let mut judged: Vec<usize> = self.table.key.clone();
+        judged.extend(self.sequence_places().iter().map(|(_, _, c)| *c));
+        let older = |alias: &str| self.older_than_tombstone(|c| format!("{alias}.c{c}"), |g, j| format!("d.s{g}_{j}"));
+        let remove = older("r").zip(older("o")).map(|(older, other_older)| {
+            format!(
+                "WITH {judged},\nw AS (DELETE FROM {target} t USING r, {tombstones} d WHERE {joined} AND d.removed AND {older}\n  \
+                 AND NOT EXISTS (SELECT FROM r o WHERE {same} AND NOT ({other_older})) RETURNING 1)\nSELECT count(*) FROM w",
+                judged = self::rows(self.table, &judged),
+                same = self.target_key_is("o"),
+            )
+        });
+        let adjust = (!self.deduplicates()).then(|| {
+            let keeps = |g: usize| self.not_older(g, |_, c| format!("t.{}", self.quoted(c)), |j, _| format!("d.s{g}_{j}"));
+            let mut set = Vec::new();
+            for (g, group) in self.groups.iter().enumerate() {
+                for (j, c) in group.sequence.iter().enumerate() {
+                    let name = self.quoted(*c);
+                    set.push(format!("{name} = CASE WHEN {} THEN t.{name} ELSE d.s{g}_{j} END", keeps(g)));
+                }
+                for c in &group.fields {
+                    let name = self.quoted(*c);
+                    set.push(format!("{name} = CASE WHEN {} THEN t.{name} END", keeps(g)));
+                }
+            }
+            let all = (0..self.groups.len()).map(keeps).collect::<Vec<_>>().join(" AND ");
+            format!("WITH {rows}\nUPDATE {target} t SET\n  {set}\nFROM r, {tombstones} d WHERE {joined} AND NOT ({all})", set = set.join(",\n  "))
+        });
+        Some(Revival {
+            hit: format!("WITH {rows}\nSELECT EXISTS (SELECT FROM r, {tombstones} d WHERE {})", self.tombstone_key_is("r")),
+            tombstones: format!(
+                "WITH {rows}\nSELECT coalesce(string_agg(DISTINCT d::text, ',' ORDER BY d::text), '') FROM r, {tombstones} d WHERE {}",
+                self.tombstone_key_is("r")
+            ),
+            remove,
+            adjust,
+            forget: format!("WITH {rows}\nDELETE FROM {tombstones} d USING r, {target} t WHERE {joined}"),
+        })
+    }
+}

@@ -1,0 +1,43 @@
+//! State tables without a server: what a declaration means, and the SQL its merges compile to.
+
+pub mod compile;
+pub mod declare;
+
+/// One column of a state table, as the compiler needs it.
+#[derive(Clone, Debug, Default)]
+pub struct Column {
+    /// Its name as stored.
+    pub name: String,
+    /// Its name as SQL writes it.
+    pub quoted: String,
+    /// Its type as SQL writes it, with its collation where that is not the type's own.
+    pub type_sql: String,
+    /// Whether merges write it: false for generated and identity columns, which PostgreSQL fills.
+    pub written: bool,
+    /// The less-than operator of the type's default B-tree class as `OPERATOR(schema.<)`; none where the type has no order.
+    pub less: Option<String>,
+    /// The equality operator of that class.
+    pub equal: Option<String>,
+}
+
+/// A state table, as the compiler needs it.
+#[derive(Clone, Debug, Default)]
+pub struct Table {
+    /// Schema and name as SQL writes them.
+    pub qualified: String,
+    /// Its columns, in table order.
+    pub columns: Vec<Column>,
+    /// The primary key: indexes into `columns`, in key order.
+    pub key: Vec<usize>,
+    /// Whether it is partitioned.
+    pub partitioned: bool,
+    /// Schema and name, as SQL writes them, of the table that remembers deleted keys.
+    pub tombstones: Option<String>,
+}
+
+impl Table {
+    /// The index of the column of that name.
+    pub fn find(&self, name: &str) -> Option<usize> {
+        self.columns.iter().position(|column| column.name == name)
+    }
+}

@@ -1,0 +1,198 @@
+-- The changelog: what was captured, the ticks that give it positions, and who has read how far.
+
+-- Which incarnation of the database this is. Made with the first state table; a restore brings the row of the database it came from.
+CREATE TABLE stint.meta (
+    one               boolean PRIMARY KEY DEFAULT true CHECK (one),
+    epoch             integer NOT NULL,
+    system_identifier bigint NOT NULL,
+    database          oid NOT NULL,
+    since             timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE stint.meta IS 'One row: the epoch that transaction ids in the changelog, in ticks and in pins belong to, and the cluster and database it was opened in';
+COMMENT ON COLUMN stint.meta.epoch IS 'transaction ids are compared within one epoch only';
+COMMENT ON COLUMN stint.meta.system_identifier IS 'of the cluster, as pg_control_system() gives it';
+COMMENT ON COLUMN stint.meta.database IS 'oid of the database';
+COMMENT ON COLUMN stint.meta.since IS 'when the epoch was opened';
+REVOKE ALL ON stint.meta FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.meta', '');
+
+CREATE TABLE stint.captures (
+    relation    regclass PRIMARY KEY,
+    epoch       integer NOT NULL,
+    xid         xid8 NOT NULL,
+    captured_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE stint.captures IS 'Tables whose changes are captured, and since when: earlier points cannot be read as of';
+COMMENT ON COLUMN stint.captures.xid IS 'the transaction that installed the triggers; writers before it had ended';
+REVOKE ALL ON stint.captures FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.captures', '');
+
+CREATE TABLE stint.image_layouts (
+    layout   integer GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    relation regclass NOT NULL,
+    columns  text[] NOT NULL
+);
+COMMENT ON TABLE stint.image_layouts IS 'What the places of an image are called: a table has one row per set of column names it had. Column numbers do not survive dump and restore, names do';
+COMMENT ON COLUMN stint.image_layouts.columns IS 'name of the column with that number, null where it was dropped';
+REVOKE ALL ON stint.image_layouts FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.image_layouts', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.image_layouts_layout_seq', '');
+
+-- One sequence for all tables, never cached: a change draws its number while it holds its row locks, so per key the numbers rise in commit order.
+CREATE SEQUENCE stint.change_seq CACHE 1;
+REVOKE ALL ON SEQUENCE stint.change_seq FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.change_seq', '');
+
+CREATE TABLE stint.change_log (
+    epoch    integer NOT NULL,
+    relation regclass NOT NULL,
+    xid      xid8 NOT NULL,
+    seq      bigint NOT NULL,
+    at       timestamptz NOT NULL,
+    layout   integer NOT NULL,
+    kind     "char" NOT NULL CHECK (kind IN ('I', 'U', 'D')),
+    key      text COLLATE "C" NOT NULL,
+    before   text[],
+    after    text[]
+);
+-- Serves ticks, positions and as-of reads, all of which ask for ranges of transactions.
+CREATE INDEX change_log_xid ON stint.change_log (epoch, xid);
+COMMENT ON TABLE stint.change_log IS 'Every change of every state table, written by the capture triggers alone and never changed. Read it through stint.changes, stint.poll and the <table>_as_of functions';
+COMMENT ON COLUMN stint.change_log.xid IS 'top-level transaction';
+COMMENT ON COLUMN stint.change_log.seq IS 'drawn while the row locks were held: per key it rises in commit order';
+COMMENT ON COLUMN stint.change_log.at IS 'when the statement ended';
+COMMENT ON COLUMN stint.change_log.kind IS 'I inserted, U updated, D deleted';
+COMMENT ON COLUMN stint.change_log.key IS 'the primary key''s values, as the text of a text[]';
+COMMENT ON COLUMN stint.change_log.before IS 'the row before: each column''s text in the place of its number';
+COMMENT ON COLUMN stint.change_log.after IS 'the row after, likewise';
+REVOKE ALL ON stint.change_log FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.change_log', '');
+
+CREATE TABLE stint.ticks (
+    epoch     integer NOT NULL,
+    number    bigint NOT NULL,
+    snapshot  pg_snapshot NOT NULL,
+    end_pos   bigint NOT NULL,
+    relations regclass[] NOT NULL,
+    at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (epoch, number)
+);
+CREATE UNIQUE INDEX ticks_end_pos ON stint.ticks (end_pos);
+COMMENT ON TABLE stint.ticks IS 'Batches of the changelog: the changes of a tick are those visible in its snapshot and not in the one before, ordered by seq; their positions end at end_pos';
+COMMENT ON COLUMN stint.ticks.relations IS 'tables that changed in it';
+REVOKE ALL ON stint.ticks FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.ticks', '');
+
+CREATE TABLE stint.consumer_config (
+    consumer   text COLLATE "C" PRIMARY KEY,
+    relations  regclass[] NOT NULL,
+    start_pos  bigint NOT NULL,
+    created_by name NOT NULL DEFAULT session_user,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE stint.consumer_config IS 'Named readers of the changelog';
+COMMENT ON COLUMN stint.consumer_config.start_pos IS 'it reads what lies after this position';
+REVOKE ALL ON stint.consumer_config FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.consumer_config', '');
+
+CREATE TABLE stint.consumer_commits (
+    consumer     text COLLATE "C" NOT NULL REFERENCES stint.consumer_config ON DELETE CASCADE,
+    pos          bigint NOT NULL,
+    committed_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (consumer, pos)
+);
+COMMENT ON TABLE stint.consumer_commits IS 'How far each consumer has come: the highest position is valid, lower ones wait for stint.trim_consumers()';
+REVOKE ALL ON stint.consumer_commits FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.consumer_commits', '');
+
+CREATE VIEW stint.consumers AS
+SELECT c.consumer, c.relations, coalesce(p.pos, c.start_pos) AS pos,
+       coalesce(t.end_pos, 0) - coalesce(p.pos, c.start_pos) AS lag,
+       p.committed_at, c.created_by, c.created_at
+FROM stint.consumer_config c
+LEFT JOIN LATERAL (SELECT m.pos, m.committed_at FROM stint.consumer_commits m WHERE m.consumer = c.consumer ORDER BY m.pos DESC LIMIT 1) p ON true
+LEFT JOIN (SELECT max(end_pos) AS end_pos FROM stint.ticks) t ON true;
+COMMENT ON VIEW stint.consumers IS 'Consumers of the changelog and how far they have come';
+COMMENT ON COLUMN stint.consumers.consumer IS 'its name';
+COMMENT ON COLUMN stint.consumers.relations IS 'the state tables it reads';
+COMMENT ON COLUMN stint.consumers.pos IS 'position it has committed; it reads on after it';
+COMMENT ON COLUMN stint.consumers.lag IS 'positions between it and the last tick, those of other tables included';
+COMMENT ON COLUMN stint.consumers.committed_at IS 'time of its last commit, null before the first';
+REVOKE ALL ON stint.consumers FROM PUBLIC;
+
+CREATE FUNCTION stint.image(VARIADIC parts "any") RETURNS text[]
+    LANGUAGE c STABLE PARALLEL SAFE AS 'MODULE_PATHNAME', 'image_wrapper';
+COMMENT ON FUNCTION stint.image("any") IS
+'The text of each value, by its type''s output function under fixed settings (DateStyle, TimeZone, IntervalStyle, extra_float_digits, bytea_output), so that the text is the same
+in every session and reads back as the same value. Null stays null. Used by the capture triggers and by <table>_as_of. Runs no user code; takes no locks.';
+REVOKE ALL ON FUNCTION stint.image("any") FROM PUBLIC;
+
+CREATE FUNCTION stint.image_row(kind anyelement, image text[]) RETURNS anyelement
+    LANGUAGE c STABLE PARALLEL SAFE AS 'MODULE_PATHNAME', 'image_row_wrapper';
+COMMENT ON FUNCTION stint.image_row(anyelement, text[]) IS
+'The row that an image was made of. kind: null of the table''s row type, for its type only; image: the text of each column in the place of its number; places that are missing are null.
+Runs the types'' input functions and the domains'' checks, with the caller''s rights. Errors: 42804 if kind is not of a table''s row type. Takes no locks.';
+REVOKE ALL ON FUNCTION stint.image_row(anyelement, text[]) FROM PUBLIC;
+
+CREATE FUNCTION stint.capture() RETURNS trigger
+    LANGUAGE c SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'capture_wrapper';
+COMMENT ON FUNCTION stint.capture() IS
+'The trigger function on state tables: writes what a statement changed into the changelog, with the rights of the extension''s owner, reading nothing but the statement''s
+own transition tables (TRUNCATE: the table). An update that leaves a row''s text as it was writes nothing; one that changes the key is a deletion and an insertion.';
+REVOKE ALL ON FUNCTION stint.capture() FROM PUBLIC;
+
+CREATE FUNCTION stint.tick() RETURNS bigint
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'tick_wrapper';
+COMMENT ON FUNCTION stint.tick() IS
+'Gives the changes committed since the last tick their positions, and returns the last position there is. Writes nothing when nothing changed. The worker calls it; call it
+to make changes readable at once. Errors: 25001 in a transaction that has written something or runs under REPEATABLE READ or SERIALIZABLE.
+Locks: the tick lock (an object lock on the schema stint) until the transaction ends; readers and writers never wait for it.';
+REVOKE ALL ON FUNCTION stint.tick() FROM PUBLIC;
+
+CREATE FUNCTION stint.changes(relation regclass, since_pos bigint DEFAULT 0, max integer DEFAULT 1000)
+    RETURNS TABLE (pos bigint, kind text, key jsonb, before jsonb, after jsonb, changed_at timestamptz)
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'changes_wrapper';
+COMMENT ON FUNCTION stint.changes(regclass, bigint, integer) IS
+'Changes of a state table after a position, in order. relation: the table, on which the caller needs SELECT; since_pos: give the last pos you have; max: most changes to return.
+Result: pos, the same for the two rows of an update; kind: +I inserted, -U and +U the row before and after an update, -D deleted; key; before: null for +I; after: null for -U and -D;
+changed_at: when the statement ended. In jsonb numbers are exact, NaN and the infinities are strings, json is embedded, arrays are arrays, and everything else is a string:
+PostgreSQL''s text under DateStyle ISO and TimeZone UTC. Shows ticked changes only. Meant for FROM.
+Errors: 42704 no such state table, 22023 a position that no tick has reached, 42501 no SELECT on the table or row security in force, 54000 max over stint.max_batch. Takes no locks.';
+REVOKE ALL ON FUNCTION stint.changes(regclass, bigint, integer) FROM PUBLIC;
+
+CREATE FUNCTION stint.create_consumer(consumer text, relations regclass[], start text DEFAULT 'earliest') RETURNS void
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'create_consumer_wrapper';
+COMMENT ON FUNCTION stint.create_consumer(text, regclass[], text) IS
+'Declares a named reader of the changelog. relations: the state tables it reads, on which the caller needs SELECT; start: ''earliest'' reads every change there is, ''latest'' what is ticked
+from now on. Errors: 42710 the name is taken, 42704 no such state table, 42501 no SELECT. Locks: none beyond its own row.';
+REVOKE ALL ON FUNCTION stint.create_consumer(text, regclass[], text) FROM PUBLIC;
+
+CREATE FUNCTION stint.drop_consumer(consumer text) RETURNS void
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'drop_consumer_wrapper';
+COMMENT ON FUNCTION stint.drop_consumer(text) IS
+'Forgets a consumer and how far it had come. Errors: 42704 no such consumer, 42501 no SELECT on a table it reads. Locks: the consumer''s row.';
+REVOKE ALL ON FUNCTION stint.drop_consumer(text) FROM PUBLIC;
+
+CREATE FUNCTION stint.poll(consumer text, max integer DEFAULT 100)
+    RETURNS TABLE (pos bigint, relation regclass, kind text, key jsonb, before jsonb, after jsonb, changed_at timestamptz)
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'poll_wrapper';
+COMMENT ON FUNCTION stint.poll(text, integer) IS
+'The next changes for a consumer, after the position it has committed; columns as in stint.changes. Writes nothing and takes no locks: the same changes come again until stint.commit.
+max: most changes to return; an update is one change and two rows. Meant for FROM.
+Errors: 42704 no such consumer, 42501 no SELECT on a table it reads or row security in force, 54000 max over stint.max_batch.';
+REVOKE ALL ON FUNCTION stint.poll(text, integer) FROM PUBLIC;
+
+CREATE FUNCTION stint.commit(consumer text, pos bigint) RETURNS void
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'commit_wrapper';
+COMMENT ON FUNCTION stint.commit(text, bigint) IS
+'Advances a consumer to the last pos it has dealt with, as part of the calling transaction: what the consumer wrote and its position become visible together or not at all.
+Committing the present position again changes nothing. Errors: 42704 no such consumer, 22023 a position below the committed one or beyond the last tick,
+40001 another session advanced the consumer since this transaction polled it (roll back and poll again), 42501 no SELECT on a table it reads.
+Locks: the consumer''s row until the transaction ends.';
+REVOKE ALL ON FUNCTION stint.commit(text, bigint) FROM PUBLIC;
+
+CREATE FUNCTION stint.trim_consumers() RETURNS bigint
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'trim_consumers_wrapper';
+COMMENT ON FUNCTION stint.trim_consumers() IS
+'Deletes the positions that consumers have passed and returns how many; the newest of each stays. The worker calls it. Locks: the rows it deletes.';
+REVOKE ALL ON FUNCTION stint.trim_consumers() FROM PUBLIC;

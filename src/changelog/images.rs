@@ -1,0 +1,257 @@
+//! Images: the text of a row's values, the same in every session, from which the same values come back. Made by the types' output functions and read by their
+//! input functions, never by casts, which users can define.
+
+use super::shape::Shape;
+use crate::errors::{self, Fault};
+use pgrx::PgTupleDesc;
+use pgrx::prelude::*;
+use std::ffi::CStr;
+use std::os::raw::{c_char, c_int};
+
+mod raw {
+    // Not in pgrx's bindings.
+    unsafe extern "C" {
+        pub static mut bytea_output: std::os::raw::c_int;
+    }
+}
+const BYTEA_OUTPUT_HEX: c_int = 1;
+/// A function call takes at most 100 arguments.
+const CHUNK: usize = 90;
+
+/// The settings that a value's text depends on, fixed while it lives: what pg_dump fixes, and UTC.
+struct Pinned {
+    float_digits: c_int,
+    date_style: c_int,
+    date_order: c_int,
+    interval_style: c_int,
+    bytea: c_int,
+    array_nulls: bool,
+    zone: *mut pg_sys::pg_tz,
+}
+
+impl Pinned {
+    fn set() -> Self {
+        // SAFETY: plain variables of this backend, put back in Drop; nothing that runs meanwhile reads the settings otherwise. The zone is loaded first, since
+        // only that can fail.
+        unsafe {
+            let utc = pg_sys::pg_tzset(c"UTC".as_ptr());
+            if utc.is_null() {
+                errors::internal("the time zone UTC is not available");
+            }
+            let before = Pinned {
+                float_digits: pg_sys::extra_float_digits,
+                date_style: pg_sys::DateStyle,
+                date_order: pg_sys::DateOrder,
+                interval_style: pg_sys::IntervalStyle,
+                bytea: raw::bytea_output,
+                array_nulls: pg_sys::Array_nulls,
+                zone: pg_sys::session_timezone,
+            };
+            pg_sys::extra_float_digits = 1;
+            pg_sys::DateStyle = pg_sys::USE_ISO_DATES as c_int;
+            pg_sys::DateOrder = pg_sys::DATEORDER_YMD as c_int;
+            pg_sys::IntervalStyle = pg_sys::INTSTYLE_POSTGRES as c_int;
+            raw::bytea_output = BYTEA_OUTPUT_HEX;
+            pg_sys::Array_nulls = true;
+            pg_sys::session_timezone = utc;
+            before
+        }
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        // SAFETY: as in `set`.
+        unsafe {
+            pg_sys::extra_float_digits = self.float_digits;
+            pg_sys::DateStyle = self.date_style;
+            pg_sys::DateOrder = self.date_order;
+            pg_sys::IntervalStyle = self.interval_style;
+            raw::bytea_output = self.bytea;
+            pg_sys::Array_nulls = self.array_nulls;
+            pg_sys::session_timezone = self.zone;
+        }
+    }
+}
+
+/// The record that tells PostgreSQL how a hand-written C function is called.
+static CALLED_BY_V1: pg_sys::Pg_finfo_record = pg_sys::Pg_finfo_record { api_version: 1 };
+
+/// See [`image_wrapper`].
+#[unsafe(no_mangle)]
+pub extern "C" fn pg_finfo_image_wrapper() -> &'static pg_sys::Pg_finfo_record {
+    &CALLED_BY_V1
+}
+
+/// `stint.image(VARIADIC "any") → text[]`, by hand because pgrx has no "any". The types' output functions are looked up once per query.
+///
+/// # Safety
+/// Called by PostgreSQL only.
+#[unsafe(no_mangle)]
+#[pg_guard]
+pub unsafe extern "C-unwind" fn image_wrapper(fcinfo: pg_sys::FunctionCallInfo) -> pg_sys::Datum {
+    // SAFETY: fcinfo is PostgreSQL's and has nargs arguments; what is cached lives as long as flinfo; datums are passed to their own types' functions.
+    unsafe {
+        let call = &mut *fcinfo;
+        let count = usize::try_from(call.nargs).unwrap_or(0);
+        let args = call.args.as_slice(count);
+        let info = &mut *call.flinfo;
+        if info.fn_extra.is_null() {
+            let outputs = pg_sys::MemoryContextAllocZero(info.fn_mcxt, size_of::<pg_sys::FmgrInfo>() * count.max(1)).cast::<pg_sys::FmgrInfo>();
+            for index in 0..count {
+                let (mut output, mut varlena) = (pg_sys::InvalidOid, false);
+                pg_sys::getTypeOutputInfo(pg_sys::get_fn_expr_argtype(info, index as c_int), &mut output, &mut varlena);
+                pg_sys::fmgr_info_cxt(output, outputs.add(index), info.fn_mcxt);
+            }
+            info.fn_extra = outputs.cast();
+        }
+        let outputs = info.fn_extra.cast::<pg_sys::FmgrInfo>();
+        let pinned = Pinned::set();
+        let mut texts = Vec::with_capacity(count);
+        let mut nulls = Vec::with_capacity(count);
+        for (index, value) in args.iter().enumerate() {
+            nulls.push(value.isnull);
+            texts.push(if value.isnull {
+                pg_sys::Datum::from(0usize)
+            } else {
+                let text = pg_sys::OutputFunctionCall(outputs.add(index), value.value);
+                let datum = pg_sys::Datum::from(pg_sys::cstring_to_text(text));
+                pg_sys::pfree(text.cast());
+                datum
+            });
+        }
+        drop(pinned);
+        let (mut size, mut from) = (count as c_int, 1);
+        let array =
+            pg_sys::construct_md_array(texts.as_mut_ptr(), nulls.as_mut_ptr(), 1, &mut size, &mut from, pg_sys::TEXTOID, -1, false, b'i' as c_char);
+        pg_sys::Datum::from(array)
+    }
+}
+
+/// See [`image_row_wrapper`].
+#[unsafe(no_mangle)]
+pub extern "C" fn pg_finfo_image_row_wrapper() -> &'static pg_sys::Pg_finfo_record {
+    &CALLED_BY_V1
+}
+
+/// `stint.image_row(anyelement, text[]) → anyelement`: the table's row as its types' input functions read it, with the caller's rights.
+///
+/// # Safety
+/// Called by PostgreSQL only.
+#[unsafe(no_mangle)]
+#[pg_guard]
+pub unsafe extern "C-unwind" fn image_row_wrapper(fcinfo: pg_sys::FunctionCallInfo) -> pg_sys::Datum {
+    // SAFETY: fcinfo is PostgreSQL's, with the two arguments of the declaration; what is cached lives as long as flinfo.
+    unsafe {
+        let call = &mut *fcinfo;
+        let args = call.args.as_slice(2);
+        if args[1].isnull {
+            call.isnull = true;
+            return pg_sys::Datum::from(0usize);
+        }
+        let info = &mut *call.flinfo;
+        if info.fn_extra.is_null() {
+            let row_type = pg_sys::get_fn_expr_argtype(info, 0);
+            if pg_sys::get_typ_typrelid(row_type) == pg_sys::InvalidOid {
+                Fault::new(PgSqlErrorCode::ERRCODE_DATATYPE_MISMATCH, "argument \"kind\" must be of a table's row type")
+                    .hint("Write null::schema.table.")
+                    .raise();
+            }
+            let before = pg_sys::MemoryContextSwitchTo(info.fn_mcxt);
+            let row = pg_sys::lookup_rowtype_tupdesc_copy(row_type, -1);
+            info.fn_extra = pg_sys::TupleDescGetAttInMetadata(row).cast();
+            pg_sys::MemoryContextSwitchTo(before);
+        }
+        let inputs = info.fn_extra.cast::<pg_sys::AttInMetadata>();
+        let columns = usize::try_from((*(*inputs).tupdesc).natts).unwrap_or(0);
+        let array = pg_sys::pg_detoast_datum(args[1].value.cast_mut_ptr()).cast::<pg_sys::ArrayType>();
+        let (mut texts, mut nulls, mut count) = (std::ptr::null_mut(), std::ptr::null_mut(), 0);
+        pg_sys::deconstruct_array(array, pg_sys::TEXTOID, -1, false, b'i' as c_char, &mut texts, &mut nulls, &mut count);
+        let count = usize::try_from(count).unwrap_or(0);
+        let mut values: Vec<*mut c_char> =
+            (0..columns)
+                .map(|index| {
+                    if index < count && !*nulls.add(index) {
+                        pg_sys::text_to_cstring((*texts.add(index)).cast_mut_ptr())
+                    } else {
+                        std::ptr::null_mut()
+                    }
+                })
+                .collect();
+        let pinned = Pinned::set();
+        let tuple = pg_sys::BuildTupleFromCStrings(inputs, values.as_mut_ptr());
+        drop(pinned);
+        pg_sys::HeapTupleHeaderGetDatum((*tuple).t_data)
+    }
+}
+
+/// SQL that makes a row's image of the transition table or table named `row`.
+pub fn image_sql(shape: &Shape, row: &str) -> String {
+    let values: Vec<String> =
+        shape.places().iter().map(|place| place.map_or_else(|| "NULL::text".to_string(), |column| format!("{row}.{}", column.quoted))).collect();
+    values.chunks(CHUNK).map(|chunk| format!("stint.image({})", chunk.join(", "))).collect::<Vec<_>>().join(" || ")
+}
+
+/// SQL that makes a key's text, likewise. An index has at most 32 columns, so one call holds them.
+pub fn key_sql<'a>(columns: impl Iterator<Item = &'a str>, row: &str) -> String {
+    format!("stint.image({})::text", columns.map(|column| format!("{row}.{column}")).collect::<Vec<_>>().join(", "))
+}
+
+/// Types whose text does not come back as the same value, or means another thing after a rename, a dump or a change of a setting.
+const NO_ROUND_TRIP: &[(pg_sys::Oid, &str)] = &[
+    (pg_sys::REGPROCOID, "names an object, which can be renamed"),
+    (pg_sys::REGPROCEDUREOID, "names an object, which can be renamed"),
+    (pg_sys::REGOPEROID, "names an object, which can be renamed"),
+    (pg_sys::REGOPERATOROID, "names an object, which can be renamed"),
+    (pg_sys::REGCLASSOID, "names an object, which can be renamed"),
+    (pg_sys::REGTYPEOID, "names an object, which can be renamed"),
+    (pg_sys::REGROLEOID, "names an object, which can be renamed"),
+    (pg_sys::REGNAMESPACEOID, "names an object, which can be renamed"),
+    (pg_sys::REGCONFIGOID, "names an object, which can be renamed"),
+    (pg_sys::REGDICTIONARYOID, "names an object, which can be renamed"),
+    (pg_sys::REGCOLLATIONOID, "names an object, which can be renamed"),
+    (pg_sys::ACLITEMOID, "names roles, which can be renamed"),
+    (pg_sys::MONEYOID, "is written as lc_monetary says"),
+    (pg_sys::XMLOID, "is read as xmloption says"),
+    (pg_sys::XIDOID, "names a transaction of this cluster"),
+    (pg_sys::CIDOID, "names a command of one transaction"),
+    (pg_sys::TIDOID, "names a place in a table, which changes"),
+    (pg_sys::CHAROID, "is one byte, which need not be text"),
+];
+
+/// Why values of a type cannot be kept as text: the offending type inside it and the reason.
+fn refusal(type_oid: pg_sys::Oid) -> Option<(pg_sys::Oid, &'static str)> {
+    // SAFETY: system cache look-ups; the row type's descriptor is a copy.
+    unsafe {
+        let base = pg_sys::getBaseType(type_oid);
+        if let Some((_, reason)) = NO_ROUND_TRIP.iter().find(|(oid, _)| *oid == base) {
+            return Some((base, reason));
+        }
+        let parts = [pg_sys::get_element_type(base), pg_sys::get_range_subtype(base), pg_sys::get_multirange_range(base)];
+        if let Some(found) = parts.into_iter().filter(|part| *part != pg_sys::InvalidOid).find_map(refusal) {
+            return Some(found);
+        }
+        if pg_sys::get_typ_typrelid(base) == pg_sys::InvalidOid {
+            return None;
+        }
+        let row = PgTupleDesc::from_pg_is_copy(pg_sys::lookup_rowtype_tupdesc_copy(base, -1));
+        row.iter().filter(|field| !field.attisdropped).find_map(|field| refusal(field.atttypid))
+    }
+}
+
+/// Refuses a table with a column whose values could not be read back as they were.
+pub fn check_types(table: &str, shape: &Shape) {
+    for column in &shape.columns {
+        if let Some((of, reason)) = refusal(column.type_oid) {
+            // SAFETY: the function returns a palloc'd C string.
+            let name = unsafe { CStr::from_ptr(pg_sys::format_type_be(of)) }.to_string_lossy();
+            Fault::new(
+                PgSqlErrorCode::ERRCODE_FEATURE_NOT_SUPPORTED,
+                format!("{table} cannot be a state table: column \"{}\" holds {name}", column.name),
+            )
+            .detail(format!("A value of type {name} {reason}, so a tag could not give back the same text."))
+            .hint("Use another type, such as text, for the column.")
+            .raise();
+        }
+    }
+}

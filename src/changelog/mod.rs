@@ -1,0 +1,12 @@
+//! The changelog: triggers capture every change of a state table with its images, ticks give committed changes their dense positions, and consumers read them.
+//!
+//! A change row carries (epoch, top-level transaction id, seq), the seq drawn while the row locks are held, so per key seq rises in commit order. A tick is a
+//! snapshot. The changes of tick n are those visible in its snapshot and not in that of n−1, ordered by seq; a position is the previous tick's end plus the
+//! ordinal. Nothing is stamped afterwards: positions are arithmetic on stored values, the same for every reader and for ever.
+
+pub mod capture;
+pub mod consumer;
+pub mod images;
+pub mod reader;
+pub mod shape;
+pub mod tick;

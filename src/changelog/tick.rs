@@ -1,0 +1,112 @@
+//! Ticks: the moment at which committed changes get their positions.
+//!
+//! The tick lock is taken first and the snapshot then, so each tick's snapshot includes the one before. The transaction has no id of its own when the snapshot
+//! is taken: its own id would count as ended in it.
+
+use crate::errors::Fault;
+use crate::spi::{Identity, Session, Statement, arg, connect, home};
+use pgrx::prelude::*;
+
+static PREVIOUS: Statement = Statement::new(
+    c"SELECT m.epoch,
+             coalesce(t.snapshot, '1:1:')::text,
+             coalesce((SELECT max(e.end_pos) FROM stint.ticks e), 0),
+             coalesce((SELECT max(n.number) FROM stint.ticks n WHERE n.epoch = m.epoch), 0)
+      FROM stint.meta m
+      LEFT JOIN LATERAL (SELECT p.snapshot FROM stint.ticks p WHERE p.epoch = m.epoch ORDER BY p.number DESC LIMIT 1) t ON true",
+    &[],
+);
+
+/// What this statement's own snapshot sees and the previous tick's did not: transactions that were running then, and later ones. The upper bound is true for
+/// every visible row; it tells the planner that the range is narrow.
+static CHANGED: Statement = Statement::new(
+    c"SELECT pg_current_snapshot()::text, count(*), coalesce(array_agg(DISTINCT c.relation), '{}')::oid[]
+      FROM (SELECT l.relation FROM stint.change_log l
+            WHERE l.epoch = $1 AND l.xid >= pg_snapshot_xmax($2::pg_snapshot) AND l.xid < pg_snapshot_xmax(pg_current_snapshot())
+            UNION ALL
+            SELECT r.relation
+            FROM pg_snapshot_xip($2::pg_snapshot) x,
+                 LATERAL (SELECT l.relation FROM stint.change_log l WHERE l.epoch = $1 AND l.xid = x OFFSET 0) r) c",
+    &[pg_sys::INT4OID, pg_sys::TEXTOID],
+);
+static TICK: Statement = Statement::new(
+    c"INSERT INTO stint.ticks (epoch, number, snapshot, end_pos, relations) VALUES ($1, $2, $3::pg_snapshot, $4, $5)",
+    &[pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::TEXTOID, pg_sys::INT8OID, pg_sys::OIDARRAYOID],
+);
+
+/// Makes a tick if something was committed since the last. For the worker, inside a transaction of its own that has written nothing. Answers false, since one
+/// tick takes everything there is. Does not wait: where another session holds the tick lock, that one ticks.
+pub fn step() -> bool {
+    refuse_written();
+    connect(|session| {
+        let _owner = Identity::owner();
+        if lock(true) {
+            advance(session);
+        }
+    });
+    false
+}
+
+/// `stint.tick()`.
+#[pg_extern(sql = false)]
+fn tick() -> i64 {
+    crate::shmem::required();
+    refuse_written();
+    connect(|session| {
+        let _owner = Identity::owner();
+        lock(false);
+        advance(session)
+    })
+}
+
+/// Makes a tick if there is something to give positions to, and answers the last position. The tick lock is held.
+fn advance(session: &Session) -> i64 {
+    let previous = session.run(&PREVIOUS, &[]);
+    if previous.is_empty() {
+        return 0; // no state table was ever declared
+    }
+    let (epoch, before, end, number): (i32, String, i64, i64) = (previous.must(0, 1), previous.must(0, 2), previous.must(0, 3), previous.must(0, 4));
+    let changed = session.run(&CHANGED, &[arg(epoch), arg(before)]);
+    let count: i64 = changed.must(0, 2);
+    if count == 0 {
+        return end;
+    }
+    let snapshot: String = changed.must(0, 1);
+    session.run(&TICK, &[arg(epoch), arg(number + 1), arg(snapshot), arg(end + count), changed.lift(0, 3)]);
+    end + count
+}
+
+fn refuse_written() {
+    // SAFETY: reads this backend's transaction state.
+    let (written, fixed) =
+        unsafe { (pg_sys::GetTopTransactionIdIfAny() != pg_sys::InvalidTransactionId, pg_sys::XactIsoLevel >= pg_sys::XACT_REPEATABLE_READ as i32) };
+    let what = if written {
+        "has written something"
+    } else if fixed {
+        "does not run under READ COMMITTED"
+    } else {
+        return;
+    };
+    Fault::new(PgSqlErrorCode::ERRCODE_ACTIVE_SQL_TRANSACTION, format!("cannot tick in a transaction that {what}"))
+        .hint("Call stint.tick() in a transaction of its own under READ COMMITTED.")
+        .raise()
+}
+
+/// Takes the tick lock until the transaction ends: an object lock on the schema, under a sub-id that nothing else uses, because it takes no transaction id,
+/// writes nothing, disturbs no vacuum and cannot be taken by users. Answers false where it is held and `conditional` says not to wait.
+fn lock(conditional: bool) -> bool {
+    const TICKS: u16 = 1;
+    // SAFETY: a lock tag as SET_LOCKTAG_OBJECT makes it.
+    unsafe {
+        let tag = pg_sys::LOCKTAG {
+            locktag_field1: pg_sys::MyDatabaseId.to_u32(),
+            locktag_field2: pg_sys::NamespaceRelationId.to_u32(),
+            locktag_field3: home().schema.to_u32(),
+            locktag_field4: TICKS,
+            locktag_type: pg_sys::LockTagType::LOCKTAG_OBJECT as u8,
+            locktag_lockmethodid: pg_sys::DEFAULT_LOCKMETHOD as u8,
+        };
+        let got = pg_sys::LockAcquire(&tag, pg_sys::ExclusiveLock as i32, false, conditional);
+        got != pg_sys::LockAcquireResult::LOCKACQUIRE_NOT_AVAIL
+    }
+}

@@ -1,0 +1,312 @@
+//! Heads: below which point of an ordered index nothing is left.
+//!
+//! A queue's index collects entries of rows that are gone, at its front, exactly where the next claim looks; while somebody holds an old snapshot, vacuum can
+//! not remove them, and a claim that walks them all gets slower with every task done. So each line remembers where its live rows begin, and a claim starts
+//! there. A line is one (lane, priority) of `place_ready`, ordered by seq, or one of the two lines of time: `place_running` by expiry, `place_scheduled` by due
+//! time.
+//!
+//! A head may only rise to the first row that a plain read with a fresh snapshot still shows: SKIP LOCKED would hide rows that another session holds and may
+//! give back. And only if nobody lowered the line meanwhile, which the line's generation tells; it is read before that snapshot is taken. Whoever inserts a row
+//! lowers the line to it when the insert commits, after the row is visible. So a late committer neither blocks a head nor is missed: between its commit and
+//! its callback the row is skipped, and found from then on. COMMIT PREPARED runs no callback: PREPARE itself lowers, and no head rises while a prepared
+//! transaction is about. After a restart all is zero and rises again.
+
+use super::{Instance, Lock};
+use crate::guc;
+use crate::xact::Pending;
+use pgrx::prelude::*;
+use std::os::raw::c_void;
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
+
+unsafe extern "C" {
+    /// The server's setting max_prepared_transactions, which pgrx does not bind.
+    static max_prepared_xacts: std::os::raw::c_int;
+}
+
+/// Priorities of a lane that have a head each; a lane with more is searched without.
+const PRIORITIES: usize = 16;
+/// The head of a line in which nothing is left.
+pub const NOTHING: i64 = i64::MAX;
+/// The line of `place_running`, by expiry in microseconds; lanes count from 1.
+pub const RUNNING: i32 = -1;
+/// The line of `place_scheduled`, by due time in microseconds.
+pub const SCHEDULED: i32 = -2;
+
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Key {
+    instance: Instance,
+    lane: i32,
+}
+
+/// Where the live rows of one priority begin.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Head {
+    /// The priority; 0 in a line of time.
+    pub priority: i32,
+    /// The least seq (or instant) that may still be there.
+    pub at: i64,
+}
+
+#[repr(C)]
+struct Entry {
+    key: Key,
+    generation: u64,
+    /// Whether every priority that has rows is listed.
+    complete: bool,
+    /// Rows taken since the heads rose.
+    taken: usize,
+    count: usize,
+    heads: [Head; PRIORITIES],
+}
+
+/// In shared memory, beside the table.
+#[repr(C)]
+pub struct Shared {
+    entries: AtomicU64,
+    /// Transactions prepared since the start, and how many of them are known to be over.
+    prepared: AtomicU64,
+    over: AtomicU64,
+}
+
+impl Shared {
+    pub(super) fn init(&mut self) {
+        // Transactions prepared before the start may still be about.
+        self.prepared = AtomicU64::new(1);
+    }
+}
+
+static TABLE: AtomicPtr<pg_sys::HTAB> = AtomicPtr::new(null_mut());
+
+pub(super) fn table_size() -> usize {
+    // SAFETY: arithmetic.
+    unsafe { pg_sys::hash_estimate_size(guc::max_lanes() as _, size_of::<Entry>()) as usize }
+}
+
+pub(super) fn attach_table() {
+    let capacity = guc::max_lanes() as i64;
+    // SAFETY: runs in the start-up hook under the add-in lock.
+    unsafe {
+        let mut info = pg_sys::HASHCTL { keysize: size_of::<Key>(), entrysize: size_of::<Entry>(), ..Default::default() };
+        let flags = (pg_sys::HASH_ELEM | pg_sys::HASH_BLOBS) as i32;
+        TABLE.store(pg_sys::ShmemInitHash(c"pg_stint heads".as_ptr(), capacity, capacity, &mut info, flags), Ordering::Release);
+    }
+}
+
+/// A row this transaction put into a line.
+#[derive(Clone, Copy)]
+pub struct Lower {
+    instance: Instance,
+    lane: i32,
+    head: Head,
+}
+
+thread_local! {
+    /// The lines to lower at commit.
+    pub static PENDING: Pending<Lower> = const { Pending::new() };
+    /// Instances this transaction has asked to look from the beginning.
+    pub static RESCANS: Pending<Instance> = const { Pending::new() };
+}
+
+/// Runs `work` on the line's entry under the lock; `None` where the table has no room for it.
+fn with_entry<R>(shared: &super::Shared, instance: Instance, lane: i32, make: bool, work: impl FnOnce(&mut Entry) -> R) -> Option<R> {
+    let key = Key { instance, lane };
+    let table = TABLE.load(Ordering::Acquire);
+    let _held = super::lock(Lock::Heads);
+    let look = |action| {
+        let mut found = false;
+        // SAFETY: the table is attached and the lock held; the key is of the declared size; no action used here raises.
+        let at = unsafe { pg_sys::hash_search(table, (&raw const key).cast::<c_void>(), action, &mut found) };
+        at.cast::<Entry>()
+    };
+    let mut at = look(pg_sys::HASHACTION::HASH_FIND);
+    if at.is_null() {
+        if !make || shared.heads.entries.load(Ordering::Relaxed) >= guc::max_lanes() as u64 {
+            return None;
+        }
+        at = look(pg_sys::HASHACTION::HASH_ENTER_NULL);
+        if at.is_null() {
+            return None;
+        }
+        shared.heads.entries.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: a new entry, whose body dynahash leaves as it was.
+        unsafe { at.write(Entry { key, generation: 1, complete: false, taken: 0, count: 0, heads: [Head { priority: 0, at: 0 }; PRIORITIES] }) };
+    }
+    // SAFETY: an entry of the table, which never moves; the lock makes it ours.
+    Some(work(unsafe { &mut *at }))
+}
+
+/// A line as a claim finds it.
+pub struct Line {
+    /// To be given back with what was found out.
+    pub generation: u64,
+    /// Whether `heads` lists every priority that has rows.
+    pub complete: bool,
+    /// Rows taken since the heads rose.
+    pub taken: usize,
+    /// The heads, highest priority first.
+    pub heads: Vec<Head>,
+}
+
+/// Where the live rows of a line begin, this transaction's own included.
+pub fn look(shared: &super::Shared, instance: Instance, lane: i32) -> Line {
+    if RESCANS.with(|p| p.any(|asked| *asked == instance)) {
+        return Line { generation: 0, complete: false, taken: 0, heads: Vec::new() };
+    }
+    let mut heads: Vec<Head> = Vec::with_capacity(PRIORITIES * 2);
+    let seen = with_entry(shared, instance, lane, true, |entry| {
+        heads.extend_from_slice(&entry.heads[..entry.count]);
+        (entry.generation, entry.complete, entry.taken)
+    });
+    let (generation, complete, taken) = seen.unwrap_or((0, false, 0));
+    PENDING.with(|p| {
+        p.each(|own| {
+            if own.instance == instance && own.lane == lane {
+                match heads.iter_mut().find(|head| head.priority == own.head.priority) {
+                    Some(head) => head.at = head.at.min(own.head.at),
+                    None => heads.push(own.head),
+                }
+            }
+        });
+    });
+    heads.sort_unstable_by_key(|head| std::cmp::Reverse(head.priority));
+    Line { generation, complete, taken, heads }
+}
+
+/// Whether what this transaction reads may move heads: its statements take fresh snapshots, it has written nothing (what it took away would come back if it
+/// aborts), and no prepared transaction is about that could bring rows without telling.
+pub fn may_rise(shared: &super::Shared) -> bool {
+    // SAFETY: reads this backend's own state.
+    let (fresh, unwritten, preparing) = unsafe {
+        (
+            pg_sys::XactIsoLevel < pg_sys::XACT_REPEATABLE_READ as i32,
+            pg_sys::GetTopTransactionIdIfAny() == pg_sys::InvalidTransactionId,
+            max_prepared_xacts > 0,
+        )
+    };
+    let quiet = !preparing || prepared_since(shared).is_none();
+    fresh && unwritten && quiet
+}
+
+/// Counts rows that a claim took from a line: what they leave behind is in the next claim's way until the head rises.
+pub fn took(shared: &super::Shared, instance: Instance, lane: i32, rows: usize) {
+    with_entry(shared, instance, lane, false, |entry| entry.taken = entry.taken.saturating_add(rows));
+}
+
+/// Raises heads to the first rows that a plain read showed, if nobody lowered the line since `generation`. `complete` says that the read looked for every
+/// priority there is.
+pub fn rise(shared: &super::Shared, instance: Instance, lane: i32, generation: u64, found: &[Head], complete: bool) {
+    with_entry(shared, instance, lane, false, |entry| {
+        if entry.generation != generation {
+            return;
+        }
+        let mut all = true;
+        for head in found {
+            all &= put(entry, *head, |_, found| found);
+        }
+        entry.complete |= complete && all;
+        entry.taken = 0;
+    });
+}
+
+/// Sets the head of a priority; false where the entry has no room for one more.
+fn put(entry: &mut Entry, head: Head, merge: impl FnOnce(i64, i64) -> i64) -> bool {
+    let count = entry.count;
+    if let Some(known) = entry.heads[..count].iter_mut().find(|known| known.priority == head.priority) {
+        known.at = merge(known.at, head.at);
+        return true;
+    }
+    // A priority in which nothing is left gives its place away.
+    let place = if count < PRIORITIES { Some(count) } else { entry.heads.iter().position(|known| known.at == NOTHING) };
+    match place {
+        Some(place) => {
+            entry.heads[place] = head;
+            entry.count = count.max(place + 1);
+            true
+        }
+        None => {
+            entry.complete = false;
+            false
+        }
+    }
+}
+
+/// Notes that this transaction put a row into a line; it lowers the line when it commits.
+pub fn lower(instance: Instance, lane: i32, priority: i32, at: i64) {
+    let below = |known: &Lower| known.instance == instance && known.lane == lane && known.head.priority == priority && known.head.at <= at;
+    PENDING.with(|p| {
+        if !p.any_here(below) {
+            p.push(Lower { instance, lane, head: Head { priority, at } });
+        }
+    });
+}
+
+/// At commit, after the row is visible, and at PREPARE.
+pub fn commit(lower: &Lower) {
+    let Some(shared) = super::get() else { return };
+    with_entry(shared, lower.instance, lower.lane, true, |entry| {
+        entry.generation += 1;
+        put(entry, lower.head, i64::min);
+    });
+}
+
+/// Has this transaction look from the beginning, and everybody once it commits.
+pub fn rescan(instance: Instance) {
+    RESCANS.with(|p| p.push(instance));
+}
+
+/// At commit of a transaction that asked for it.
+pub fn rescanned(instance: &Instance) {
+    if let Some(shared) = super::get() {
+        forget(shared, *instance);
+    }
+}
+
+/// At PREPARE: no head rises until the worker has seen that no prepared transaction is about.
+pub fn prepared() {
+    if let Some(shared) = super::get() {
+        shared.heads.prepared.fetch_add(1, Ordering::AcqRel);
+    }
+}
+
+/// How many transactions were prepared so far; `None` where all are known to be over.
+pub fn prepared_since(shared: &super::Shared) -> Option<u64> {
+    let prepared = shared.heads.prepared.load(Ordering::Acquire);
+    (prepared != shared.heads.over.load(Ordering::Acquire)).then_some(prepared)
+}
+
+/// Tells that of the first `prepared` prepared transactions none is about any more.
+pub fn all_over(shared: &super::Shared, prepared: u64) {
+    shared.heads.over.store(prepared, Ordering::Release);
+}
+
+/// Forgets every line of this database, so that what is there is found anew, and drops those of earlier instances of the extension. For rows that came by
+/// other ways than the verbs.
+pub fn forget(shared: &super::Shared, instance: Instance) {
+    let table = TABLE.load(Ordering::Acquire);
+    let _held = super::lock(Lock::Heads);
+    // SAFETY: the lock is held for the whole scan; dynahash lets a scan remove the entry it is at.
+    unsafe {
+        let mut scan = pg_sys::HASH_SEQ_STATUS::default();
+        pg_sys::hash_seq_init(&mut scan, table);
+        loop {
+            let at = pg_sys::hash_seq_search(&mut scan).cast::<Entry>();
+            if at.is_null() {
+                break;
+            }
+            let entry = &mut *at;
+            if entry.key.instance == instance {
+                entry.generation += 1;
+                entry.complete = false;
+                entry.count = 0;
+            } else if entry.key.instance.database == instance.database {
+                let key = entry.key;
+                let mut found = false;
+                pg_sys::hash_search(table, (&raw const key).cast::<c_void>(), pg_sys::HASHACTION::HASH_REMOVE, &mut found);
+                shared.heads.entries.fetch_sub(u64::from(found), Ordering::Relaxed);
+            }
+        }
+    }
+}

@@ -1,0 +1,263 @@
+//! `merge`: rows meet a state table as its declaration says. The values are read, compared and written by PostgreSQL; nothing here opens them.
+
+use super::plans::{self, After, Lazy, Plans, Steps};
+use super::rights;
+use crate::errors::{self, Fault};
+use crate::guc;
+use crate::spi::{self, Identity, Session, Statement, arg};
+use crate::values::RawJsonb;
+use pgrx::pg_sys::panic::CaughtError;
+use pgrx::prelude::*;
+use std::panic::AssertUnwindSafe;
+use stint_core::names::nearest;
+use stint_core::state::compile::{KINDS, Kind};
+
+// The shape of a batch: its type and length, and of the first row that will not do its ordinal, its type, a field that is no column, a key column without a value.
+static SHAPE: Statement = Statement::new(
+    c"SELECT jsonb_typeof($1), n.rows, bad.ord, bad.kind, bad.field, bad.lacks
+      FROM (SELECT CASE WHEN jsonb_typeof($1) = 'array' THEN jsonb_array_length($1) ELSE 0 END) n (rows)
+      LEFT JOIN LATERAL (
+          SELECT e.ord, jsonb_typeof(e.row) AS kind,
+                 CASE WHEN jsonb_typeof(e.row) = 'object' THEN (SELECT min(k) FROM jsonb_object_keys(e.row) k WHERE k <> ALL ($2)) END AS field,
+                 CASE WHEN jsonb_typeof(e.row) = 'object' THEN (SELECT k FROM unnest($3) k WHERE e.row ->> k IS NULL LIMIT 1) END AS lacks
+          FROM jsonb_array_elements(CASE WHEN jsonb_typeof($1) = 'array' AND n.rows <= $4 THEN $1 ELSE '[]' END) WITH ORDINALITY e (row, ord)
+          WHERE CASE WHEN jsonb_typeof(e.row) = 'object' THEN (e.row - $2) <> '{}' OR NOT jsonb_strip_nulls(e.row) ?& $3 ELSE true END
+          ORDER BY e.ord LIMIT 1
+      ) bad ON true",
+    &[pg_sys::JSONBOID, pg_sys::TEXTARRAYOID, pg_sys::TEXTARRAYOID, pg_sys::INT4OID],
+);
+
+/// What a merge did, in keys; `late` in rows.
+#[derive(Clone, Copy, Default)]
+struct Counts {
+    inserted: i64,
+    updated: i64,
+    deleted: i64,
+    unchanged: i64,
+    late: i64,
+}
+
+#[pg_extern(sql = false)]
+#[allow(clippy::type_complexity)]
+fn merge(
+    relation: Option<pg_sys::Oid>,
+    rows: Option<RawJsonb>,
+    kind: Option<&str>,
+) -> TableIterator<'static, (name!(inserted, i64), name!(updated, i64), name!(deleted, i64), name!(unchanged, i64), name!(late, i64))> {
+    let Some(oid) = relation else { errors::missing("relation", "Name the state table, as in stint.merge('shop.goods', …).") };
+    let Some(rows) = rows else { errors::missing("rows", "Give a JSON array of objects, one per row.") };
+    let kind = kind_named(kind);
+    crate::shmem::required();
+    let identity = Identity::owner();
+    let counts = spi::connect(|session| {
+        let plans = plans::of(session, oid);
+        check_rights(&plans, identity.caller(), kind);
+        let length = check_shape(session, &plans, rows);
+        // The table carries its owner's triggers, domains and indexes: from here on that role's code runs, with that role's rights.
+        let _restricted = Identity::restricted(plans.relation.owner);
+        explained(&plans, || apply(session, &plans, kind, rows, length))
+    });
+    TableIterator::once((counts.inserted, counts.updated, counts.deleted, counts.unchanged, counts.late))
+}
+
+fn kind_named(word: Option<&str>) -> Kind {
+    let Some(word) = word else { errors::missing("kind", "Give 'upsert', 'delete' or 'retract', or leave it out.") };
+    match KINDS.iter().find(|(known, _)| *known == word) {
+        Some((_, kind)) => *kind,
+        None => errors::invalid(
+            format!("merge kind \"{word}\" does not exist"),
+            match nearest(word, KINDS.iter().map(|(known, _)| *known)) {
+                Some(near) => format!("Did you mean \"{near}\"?"),
+                None => "The kinds are upsert, delete and retract.".to_string(),
+            },
+        ),
+    }
+}
+
+fn check_rights(plans: &Plans, caller: pg_sys::Oid, kind: Kind) {
+    const INSERT: (u32, &str) = (pg_sys::ACL_INSERT, "INSERT");
+    const UPDATE: (u32, &str) = (pg_sys::ACL_UPDATE, "UPDATE");
+    const DELETE: (u32, &str) = (pg_sys::ACL_DELETE, "DELETE");
+    let rights: &[(u32, &str)] = match kind {
+        Kind::Upsert => &[INSERT, UPDATE],
+        Kind::Delete if plans.retracts => &[UPDATE, DELETE],
+        Kind::Retract if plans.retracts => &[UPDATE],
+        Kind::Delete | Kind::Retract => &[DELETE],
+    };
+    rights::require(&plans.relation, caller, rights);
+}
+
+/// Refuses a batch that is not an array of objects that name columns and a whole key; returns its length.
+fn check_shape(session: &Session, plans: &Plans, rows: RawJsonb) -> i32 {
+    let max = guc::max_batch();
+    let seen = session.run(&SHAPE, &[arg(rows), arg(plans.fields.clone()), arg(plans.keys.clone()), arg(max)]);
+    let kind: String = seen.must(0, 1);
+    let table = &plans.relation.qualified;
+    if kind != "array" {
+        errors::invalid(format!("rows for {table} is a JSON {kind}, not an array"), "Give an array of objects, one per row, as in [{\"id\": 1}].");
+    }
+    let length: i32 = seen.must(0, 2);
+    if length > max {
+        errors::over_limit(format!("rows for {table} has {length} elements; at most {max} fit in one merge"), "stint.max_batch");
+    }
+    let Some(ord) = seen.get::<i64>(0, 3) else { return length };
+    if let Some(field) = seen.get::<String>(0, 5) {
+        no_such_field(plans, ord, &field);
+    }
+    if let Some(lacks) = seen.get::<String>(0, 6) {
+        Fault::new(PgSqlErrorCode::ERRCODE_NOT_NULL_VIOLATION, format!("row {ord} for {table} has no value for key column \"{lacks}\""))
+            .hint(format!("Every row names the whole primary key: {}.", plans.keys.join(", ")))
+            .raise();
+    }
+    errors::invalid(
+        format!("row {ord} for {table} is a JSON {}, not an object", seen.must::<String>(0, 4)),
+        "Each row is an object whose fields are column names.",
+    )
+}
+
+fn no_such_field(plans: &Plans, ord: i64, field: &str) -> ! {
+    let table = &plans.relation.qualified;
+    if plans.relation.columns.iter().any(|column| column.name == field) {
+        Fault::new(PgSqlErrorCode::ERRCODE_GENERATED_ALWAYS, format!("row {ord} names column \"{field}\" of {table}, which PostgreSQL fills itself"))
+            .hint("Leave generated and identity columns out of the rows.")
+            .raise();
+    }
+    let hint = match nearest(field, plans.fields.iter().map(String::as_str)) {
+        Some(near) => format!("Did you mean \"{near}\"?"),
+        None => format!("Its columns are {}.", plans.fields.join(", ")),
+    };
+    Fault::new(PgSqlErrorCode::ERRCODE_UNDEFINED_COLUMN, format!("column \"{field}\" of {table}, named in row {ord}, does not exist"))
+        .hint(hint)
+        .raise()
+}
+
+/// Adds the table and what to do to what PostgreSQL says of a value it cannot read or store.
+fn explained<R>(plans: &Plans, work: impl FnOnce() -> R) -> R {
+    let category = |code: PgSqlErrorCode| code as isize & 0xfff;
+    let hint = |code| match code {
+        PgSqlErrorCode::ERRCODE_NOT_NULL_VIOLATION => Some("Every row needs a value for each NOT NULL column, also where only other columns change."),
+        code if category(code) == category(PgSqlErrorCode::ERRCODE_DATA_EXCEPTION) => Some("Give each field a value that its column's type reads."),
+        _ => None,
+    };
+    let table = format!("The rows are for {}.", plans.relation.qualified);
+    PgTryBuilder::new(AssertUnwindSafe(work))
+        .catch_others(|error| match error {
+            CaughtError::PostgresError(ref report) | CaughtError::ErrorReport(ref report) if report.hint().is_none() => {
+                let code = report.sql_error_code();
+                let Some(hint) = hint(code) else { error.rethrow() };
+                let detail = report.detail().map_or_else(|| table.clone(), |detail| format!("{detail} {table}"));
+                Fault::new(code, report.message().to_string()).detail(detail).hint(hint).raise()
+            }
+            other => other.rethrow(),
+        })
+        .execute()
+}
+
+fn apply(session: &Session, plans: &Plans, kind: Kind, rows: RawJsonb, length: i32) -> Counts {
+    let batch = [arg(rows)];
+    let steps = plans.steps(kind);
+    if let Steps::Refused = steps {
+        Fault::new(
+            PgSqlErrorCode::ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE,
+            format!("state table {} does not accept deletes", plans.relation.qualified),
+        )
+        .hint("Declare it with deletes => 'ignore' or 'remove', or with sequence groups.")
+        .raise();
+    }
+    let keys = match length {
+        0 => return Counts::default(),
+        1 => 1,
+        _ => session.run_prepared(plans.count_keys.plan(), &batch).must(0, 1),
+    };
+    match steps {
+        Steps::Refused => Counts::default(),
+        Steps::Ignored => Counts { unchanged: keys, ..Counts::default() },
+        Steps::Upsert { unique, folded, after } => {
+            let mut counts = counted(session, if keys == i64::from(length) { unique } else { folded }, &batch);
+            if let Some(after) = after
+                && counts.inserted > 0
+            {
+                settle_with_tombstones(session, plans, after, &batch, &mut counts);
+            }
+            counts
+        }
+        Steps::Remove { absent, lock_table, lock_rows, apply } => {
+            lock_for_removal(session, plans, absent.as_ref(), lock_table, lock_rows, &batch);
+            counted(session, apply, &batch)
+        }
+    }
+}
+
+fn counted(session: &Session, statement: &Lazy, batch: &[spi::Param]) -> Counts {
+    let rows = session.run_prepared(statement.plan(), batch);
+    Counts { inserted: rows.must(0, 1), updated: rows.must(0, 2), deleted: rows.must(0, 3), unchanged: rows.must(0, 4), late: rows.must(0, 5) }
+}
+
+/// Compares inserted rows with the tombstones as they are now. The rows are locked by having been inserted, so this look is final; the merge's own look may
+/// have been too early, when it waited for the very delete that left the tombstone.
+fn settle_with_tombstones(session: &Session, plans: &Plans, after: &After, batch: &[spi::Param], counts: &mut Counts) {
+    if keeps_snapshot() {
+        let ours: String = session.run_prepared(after.tombstones.plan(), batch).must(0, 1);
+        let latest: String = session.run_prepared_latest(after.tombstones.plan(), batch).must(0, 1);
+        if ours != latest {
+            serialization_failure(plans);
+        }
+    }
+    if !session.run_prepared(after.hit.plan(), batch).must::<bool>(0, 1) {
+        return;
+    }
+    if let Some(remove) = &after.remove {
+        let removed: i64 = session.run_prepared(remove.plan(), batch).must(0, 1);
+        counts.inserted -= removed;
+        counts.late += removed;
+    }
+    if let Some(adjust) = &after.adjust {
+        session.run_prepared(adjust.plan(), batch);
+    }
+    session.run_prepared(after.forget.plan(), batch);
+}
+
+/// Locks the rows in key order, so that the removal's snapshot shows them as they are. Where sequences are remembered, a key without a row needs the table
+/// locked: somebody may be inserting it unseen, and would not see the tombstone either.
+fn lock_for_removal(session: &Session, plans: &Plans, absent: Option<&Lazy>, lock_table: &str, lock_rows: &Lazy, batch: &[spi::Param]) {
+    let Some(absent) = absent else {
+        session.run_prepared(lock_rows.plan(), batch);
+        return;
+    };
+    let oid = plans.relation.oid;
+    // Removals of one table go one after the other, so that none takes away a row another has just looked for. Upserts are not held up.
+    // SAFETY: a lock that ends with the transaction; it stands for nothing but this, and conflicts with no lock on the table itself.
+    unsafe { pg_sys::LockDatabaseObject(pg_sys::RelationRelationId, oid, 0, pg_sys::ExclusiveLock as i32) };
+    let count_absent = || session.run_prepared(absent.plan(), batch).must::<i64>(0, 1);
+    // The table before the rows: who waits for the table must not hold a row that its holder wants.
+    let locked = count_absent() > 0;
+    if locked {
+        session.execute_once(lock_table);
+    } else {
+        // SAFETY: as above; the lock that writing the rows will want.
+        unsafe { pg_sys::LockRelationOid(oid, pg_sys::RowExclusiveLock as i32) };
+    }
+    session.run_prepared(lock_rows.plan(), batch);
+    // Only who deletes past us can have taken a row away.
+    if !locked && count_absent() > 0 {
+        session.execute_once(lock_table);
+    }
+    if keeps_snapshot() && count_absent() != session.run_prepared_latest(absent.plan(), batch).must::<i64>(0, 1) {
+        serialization_failure(plans);
+    }
+}
+
+/// Whether the transaction's statements all see one snapshot (REPEATABLE READ, SERIALIZABLE) and so cannot look again.
+fn keeps_snapshot() -> bool {
+    // SAFETY: a plain int of this backend.
+    unsafe { pg_sys::XactIsoLevel >= pg_sys::XACT_REPEATABLE_READ as i32 }
+}
+
+fn serialization_failure(plans: &Plans) -> ! {
+    Fault::new(
+        PgSqlErrorCode::ERRCODE_T_R_SERIALIZATION_FAILURE,
+        format!("could not serialize access to {} due to a concurrent merge", plans.relation.qualified),
+    )
+    .hint("Repeat the transaction.")
+    .raise()
+}

@@ -1,0 +1,201 @@
+//! Compiled merges, kept per backend and table. An entry becomes stale when PostgreSQL tells that the table changed (ALTER TABLE, a new declaration, ANALYZE)
+//! or that a schema was renamed; it is then compiled again at the next merge.
+
+use super::declare::{describe, json_text, not_declared, raise};
+use super::relation::Relation;
+use crate::spi::{Prepared, Session, Statement, arg};
+use crate::values::RawJsonb;
+use pgrx::prelude::*;
+use std::cell::{Cell, OnceCell, RefCell};
+use std::collections::HashMap;
+use std::rc::Rc;
+use stint_core::state::compile::{self, Kind, Merge};
+use stint_core::state::declare::Declaration;
+
+static CONFIG: Statement = Statement::new(
+    c"SELECT c.engine, c.sequence, c.groups, c.deletes,
+             (SELECT format('%I.%I', n.nspname, t.relname) FROM pg_class t JOIN pg_namespace n ON n.oid = t.relnamespace WHERE t.oid = c.tombstones)
+      FROM stint.state_config c WHERE c.relation = $1",
+    &[pg_sys::OIDOID],
+);
+
+/// A statement that is prepared when it is first run.
+pub struct Lazy {
+    sql: String,
+    plan: OnceCell<Prepared>,
+}
+
+impl Lazy {
+    fn new(sql: String) -> Self {
+        Lazy { sql, plan: OnceCell::new() }
+    }
+
+    /// The kept plan. Every merge statement takes the batch alone.
+    pub fn plan(&self) -> &Prepared {
+        self.plan.get_or_init(|| Prepared::new(&self.sql, &[pg_sys::JSONBOID]))
+    }
+}
+
+/// What one kind of merge runs, prepared.
+pub enum Steps {
+    /// The declaration refuses it.
+    Refused,
+    /// The declaration ignores it.
+    Ignored,
+    /// Rows are written.
+    Upsert { unique: Lazy, folded: Lazy, after: Option<After> },
+    /// Rows are removed.
+    Remove { absent: Option<Lazy>, lock_table: String, lock_rows: Lazy, apply: Lazy },
+}
+
+/// What follows an upsert that inserted rows.
+pub struct After {
+    /// Whether there is anything to do.
+    pub hit: Lazy,
+    /// The tombstones as text.
+    pub tombstones: Lazy,
+    /// Deletes rows older than their tombstone.
+    pub remove: Option<Lazy>,
+    /// Sets back groups older than the tombstone's.
+    pub adjust: Option<Lazy>,
+    /// Drops the tombstones of living keys.
+    pub forget: Lazy,
+}
+
+impl Steps {
+    fn new(merge: Merge) -> Self {
+        match merge {
+            Merge::Refused => Steps::Refused,
+            Merge::Ignored => Steps::Ignored,
+            Merge::Upsert { unique, folded, after } => Steps::Upsert {
+                unique: Lazy::new(unique),
+                folded: Lazy::new(folded),
+                after: after.map(|after| After {
+                    hit: Lazy::new(after.hit),
+                    tombstones: Lazy::new(after.tombstones),
+                    remove: after.remove.map(Lazy::new),
+                    adjust: after.adjust.map(Lazy::new),
+                    forget: Lazy::new(after.forget),
+                }),
+            },
+            Merge::Remove(removal) => Steps::Remove {
+                absent: removal.absent.map(Lazy::new),
+                lock_table: removal.lock_table,
+                lock_rows: Lazy::new(removal.lock_rows),
+                apply: Lazy::new(removal.apply),
+            },
+        }
+    }
+}
+
+/// A state table with its compiled merges.
+pub struct Plans {
+    /// The table.
+    pub relation: Relation,
+    /// Names a row may use.
+    pub fields: Vec<String>,
+    /// Names a row must use.
+    pub keys: Vec<String>,
+    /// Whether deletes may change rows instead of removing them.
+    pub retracts: bool,
+    /// Counts the distinct keys.
+    pub count_keys: Lazy,
+    upsert: Steps,
+    delete: Steps,
+    retract: Steps,
+    stale: Cell<bool>,
+}
+
+impl Plans {
+    /// What the kind runs.
+    pub fn steps(&self, kind: Kind) -> &Steps {
+        match kind {
+            Kind::Upsert => &self.upsert,
+            Kind::Delete => &self.delete,
+            Kind::Retract => &self.retract,
+        }
+    }
+
+    fn compile(session: &Session, oid: pg_sys::Oid) -> Self {
+        let relation = Relation::load(session, oid);
+        let rows = session.run(&CONFIG, &[arg(oid)]);
+        if rows.is_empty() {
+            not_declared(&relation);
+        }
+        let engine: String = rows.must(0, 1);
+        let sequence: Option<Vec<String>> = rows.get(0, 2);
+        let deletes: String = rows.must(0, 4);
+        let tombstones: Option<String> = rows.get(0, 5);
+        let groups = rows.get::<RawJsonb>(0, 3).map(|value| json_text(session, value));
+        let table = describe(session, &relation, tombstones);
+        // Checked again, because columns may have gone since.
+        let declaration = match Declaration::check(&table, &engine, sequence.as_deref(), groups.as_deref(), Some(&deletes)) {
+            Ok(declaration) => declaration,
+            Err(refusal) => raise(refusal, &relation),
+        };
+        let names = |indexes: &mut dyn Iterator<Item = usize>| indexes.map(|index| table.columns[index].name.clone()).collect::<Vec<_>>();
+        let steps = |kind| Steps::new(compile::compile(&table, &declaration, kind));
+        Plans {
+            fields: names(&mut (0..table.columns.len()).filter(|index| table.columns[*index].written)),
+            keys: names(&mut table.key.iter().copied()),
+            retracts: declaration.deletes == stint_core::state::declare::Deletes::Retract,
+            count_keys: Lazy::new(compile::count_keys(&table)),
+            upsert: steps(Kind::Upsert),
+            delete: steps(Kind::Delete),
+            retract: steps(Kind::Retract),
+            stale: Cell::new(false),
+            relation,
+        }
+    }
+}
+
+thread_local! {
+    static KEPT: RefCell<HashMap<pg_sys::Oid, Rc<Plans>>> = RefCell::new(HashMap::new());
+    static LISTENING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// The table's plans, compiled if there are none or they are stale.
+pub fn of(session: &Session, oid: pg_sys::Oid) -> Rc<Plans> {
+    listen();
+    if let Some(plans) = KEPT.with(|kept| kept.borrow().get(&oid).cloned())
+        && !plans.stale.get()
+    {
+        return plans;
+    }
+    KEPT.with(|kept| kept.borrow_mut().remove(&oid));
+    let plans = Rc::new(Plans::compile(session, oid));
+    KEPT.with(|kept| kept.borrow_mut().insert(oid, plans.clone()));
+    plans
+}
+
+/// Registers the callbacks once per backend.
+fn listen() {
+    if LISTENING.get() {
+        return;
+    }
+    // SAFETY: the functions have the callbacks' signatures and live as long as the library.
+    unsafe {
+        pg_sys::CacheRegisterRelcacheCallback(Some(relation_changed), pg_sys::Datum::from(0usize));
+        pg_sys::CacheRegisterSyscacheCallback(pg_sys::SysCacheIdentifier::NAMESPACEOID as i32, Some(schema_changed), pg_sys::Datum::from(0usize));
+    }
+    LISTENING.set(true);
+}
+
+/// Marks entries; called while PostgreSQL processes invalidations, so it frees nothing.
+fn mark(oid: Option<pg_sys::Oid>) {
+    KEPT.with(|kept| {
+        if let Ok(kept) = kept.try_borrow() {
+            kept.iter().filter(|(of, _)| oid.is_none_or(|oid| oid == **of)).for_each(|(_, plans)| plans.stale.set(true));
+        }
+    });
+}
+
+#[pg_guard]
+unsafe extern "C-unwind" fn relation_changed(_arg: pg_sys::Datum, oid: pg_sys::Oid) {
+    mark((oid != pg_sys::InvalidOid).then_some(oid));
+}
+
+#[pg_guard]
+unsafe extern "C-unwind" fn schema_changed(_arg: pg_sys::Datum, _cache: i32, _hash: u32) {
+    mark(None);
+}

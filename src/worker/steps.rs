@@ -1,0 +1,39 @@
+//! What a maintenance worker does, in order. A step is bounded, runs in a transaction of its own as the owner of the extension, under READ COMMITTED, and takes
+//! no transaction id when it finds nothing to do. It returns whether there may be more to do: then the next round follows at once. A step that fails is told in
+//! the log and in `stint.maintenance`, and the others go on.
+
+use super::doorbells;
+use crate::{budget, changelog, queue};
+
+/// When a step runs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum When {
+    /// In every round, that is every `stint.naptime`.
+    Round,
+    /// In every round, and before the doorbells are rung.
+    RoundAndBell,
+    /// When a doorbell was rung, at most once in `stint.doorbell_interval`.
+    Bell,
+}
+
+/// One step.
+pub struct Step {
+    /// Its name in the log, in `stint.maintenance` and in `pg_stat_activity`.
+    pub name: &'static str,
+    /// When it runs.
+    pub when: When,
+    /// The work; true if it did something and there may be more.
+    pub run: fn() -> bool,
+}
+
+/// All steps. What clients are told of by a doorbell stands before the doorbells.
+pub const STEPS: &[Step] = &[
+    Step { name: "load budgets", when: When::Round, run: budget::live::step },
+    Step { name: "heads", when: When::Round, run: queue::lines::step },
+    Step { name: "sweep", when: When::Round, run: queue::sweep::step },
+    Step { name: "promote", when: When::Round, run: queue::promote::step },
+    Step { name: "expire keys", when: When::Round, run: queue::keys::step },
+    Step { name: "tick", when: When::RoundAndBell, run: changelog::tick::step },
+    Step { name: "trim consumers", when: When::Round, run: changelog::consumer::step },
+    Step { name: "doorbells", when: When::Bell, run: doorbells::step },
+];

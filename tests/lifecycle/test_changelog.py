@@ -1,0 +1,108 @@
+"""The changelog through restarts, crashes, prepared transactions and a dump."""
+
+import subprocess
+
+import pytest
+
+READ = "SELECT pos, kind, key::text, before::text, after::text, changed_at FROM stint.changes('goods')"
+
+
+@pytest.fixture
+def goods(cluster):
+    """A server with a state table in the database app, one change ticked."""
+    server = cluster()
+    server.create_database("app")
+    with server.connect("app") as conn:
+        conn.execute("CREATE TABLE goods (id int PRIMARY KEY, qty numeric)")
+        conn.execute("SELECT stint.create_state('goods', 'deduplicate')")
+        conn.execute("INSERT INTO goods VALUES (1, 1.10)")
+        conn.execute("SELECT stint.tick()")
+        conn.execute("SELECT stint.tag('first')")
+    return server
+
+
+def test_changes_are_captured_and_tags_read_where_the_library_was_not_preloaded(goods):
+    goods.preload = False
+    goods.restart()
+    with goods.connect("app") as conn:
+        conn.execute("UPDATE goods SET qty = 2.20")
+        conn.execute("TRUNCATE goods")
+        assert conn.execute("SELECT qty::text FROM goods_as_of('first')").fetchall() == [("1.10",)]
+    goods.preload = True
+    goods.restart()
+    with goods.connect("app") as conn:
+        conn.execute("SELECT stint.tick()")
+        assert [kind for _, kind, *_ in conn.execute(READ)] == ["+I", "-U", "+U", "-D"]
+
+
+def test_positions_survive_a_crash(goods):
+    with goods.connect("app") as conn:
+        conn.execute("UPDATE goods SET qty = 2.20")
+        conn.execute("SELECT stint.tick()")
+        before = conn.execute(READ).fetchall()
+        conn.execute("DELETE FROM goods")
+    goods.crash()
+    goods.start()
+    with goods.connect("app") as conn:
+        conn.execute("SELECT stint.tick()")
+        after = conn.execute(READ).fetchall()
+    assert after[: len(before)] == before
+    assert [kind for _, kind, *_ in after[len(before) :]] == ["-D"]
+
+
+def test_a_prepared_transaction_gets_its_positions_when_it_commits(goods):
+    with goods.connect("app") as conn:
+        conn.execute("BEGIN")
+        conn.execute("INSERT INTO goods VALUES (2, 2)")
+        conn.execute("PREPARE TRANSACTION 'later'")
+        conn.execute("UPDATE goods SET qty = 3 WHERE id = 1")
+        assert conn.execute("SELECT stint.tick()").fetchone()[0] == 2
+    goods.crash()
+    goods.start()
+    with goods.connect("app") as conn:
+        conn.execute("INSERT INTO goods VALUES (4, 4)")
+        assert conn.execute("SELECT stint.tick()").fetchone()[0] == 3
+        conn.execute("COMMIT PREPARED 'later'")
+        assert conn.execute("SELECT stint.tick()").fetchone()[0] == 4
+        assert [(pos, key) for pos, kind, key, *_ in conn.execute(READ) if kind != "-U"] == [
+            (1, '{"id": 1}'), (2, '{"id": 1}'), (3, '{"id": 4}'), (4, '{"id": 2}'),
+        ]  # fmt: skip
+
+
+def test_ticks_write_nothing_while_nothing_changes(goods):
+    with goods.connect("app") as conn:
+        conn.execute("CHECKPOINT")
+        conn.execute("SELECT stint.tick()")
+        place = "SELECT pg_current_wal_insert_lsn(), pg_snapshot_xmax(pg_current_snapshot())"
+        before = conn.execute(place).fetchone()
+        for _ in range(50):
+            conn.execute("SELECT stint.tick()")
+        assert conn.execute(place).fetchone() == before
+        assert conn.execute("SELECT count(*) FROM stint.ticks").fetchone() == (1,)
+
+
+def test_the_changelog_is_in_a_dump(goods):
+    with goods.connect("app") as conn:
+        conn.execute("SELECT stint.create_consumer('c', ARRAY['goods']::regclass[])")
+        conn.execute("UPDATE goods SET qty = 2.20")
+        conn.execute("SELECT stint.tick()")
+        conn.execute("SELECT stint.commit('c', 2)")
+        kept = conn.execute(READ).fetchall()
+    goods.create_database("copy", extension=False)
+    env = goods.env("app")
+    dump = subprocess.run(["pg_dump", "--no-owner"], env=goods_environment(env), check=True, stdout=subprocess.PIPE).stdout
+    subprocess.run(
+        ["psql", "-qX", "-v", "ON_ERROR_STOP=1", "-d", "copy"], env=goods_environment(env), input=dump, check=True, stdout=subprocess.DEVNULL
+    )
+    with goods.connect("copy") as conn:
+        assert conn.execute(READ).fetchall() == kept
+        assert conn.execute("SELECT consumer, relations::text, pos, lag FROM stint.consumers").fetchall() == [("c", "{goods}", 2, 0)]
+        assert conn.execute("SELECT qty::text FROM goods_as_of('first')").fetchall() == [("1.10",)]
+        assert conn.execute("SELECT nextval('stint.change_seq')").fetchone()[0] == 3
+        conn.execute("SELECT stint.tag('second')")
+
+
+def goods_environment(env):
+    import cluster
+
+    return cluster.clean_environment() | env
