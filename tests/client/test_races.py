@@ -48,7 +48,7 @@ def test_claim_late_completion_and_cancel_racing_on_a_lapsed_task_end_in_one_out
     queue.fill(total)
     tasks = queue.claim(total)
     with conn.transaction():
-        conn.execute("UPDATE stint.place_running SET expires_at = clock_timestamp() - interval '1 s'")
+        conn.execute("UPDATE stint.place_running SET expires_at = clock_timestamp() - interval '1 s'; SELECT stint.rescan()")
         assert call(conn, "sweep", max=total)[0].retried == total
     sessions = [queue.by(connect()) for _ in range(3)]
 
@@ -80,8 +80,11 @@ def test_two_sweeps_and_two_promotes_at_once_take_each_task_once(conn, connect):
     queue.fill(500)
     queue.fill(500, delay="1 hour")
     queue.claim(500)
-    conn.execute("UPDATE stint.place_running SET expires_at = clock_timestamp() - interval '1 s'")
-    conn.execute("UPDATE stint.place_scheduled SET run_at = clock_timestamp() - interval '1 s'")
+    conn.execute(
+        """UPDATE stint.place_running SET expires_at = clock_timestamp() - interval '1 s';
+           UPDATE stint.place_scheduled SET run_at = clock_timestamp() - interval '1 s';
+           SELECT stint.rescan()"""
+    )
     sessions = [connect() for _ in range(4)]
 
     def work(number):
@@ -155,6 +158,7 @@ def test_a_random_history_of_clients_that_crash_and_roll_back_is_a_correct_one(c
                     session.execute(
                         "UPDATE stint.place_running SET expires_at = clock_timestamp() - interval '1 s', extended_until = NULL"
                         " WHERE id = %s AND lease = %s", (task.id, task.lease))  # fmt: skip
+                    call(session, "rescan")
                 else:
                     answer = getattr(mine, verb)(task)
                     if answer.first:
