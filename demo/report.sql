@@ -14,7 +14,7 @@ set client_min_messages = warning;
 \pset tuples_only on
 \pset format unaligned
 select format(E'%s documents, %s, read by %s workers in %s s: %s a second\n'
-              '%s tokens, $%s; %s attempts lapsed and were recovered; %s callbacks repeated or late were refused',
+              '%s tokens, $%s; %s lapsed attempts recovered; %s repeated or late callbacks refused',
     (select completed from stint.queue_stats where queue = 'extract'),
     (select pg_size_pretty(sum((payload->>'bytes')::bigint)) from stint.task_payloads where queue = 'extract'),
     count(distinct worker),
@@ -34,7 +34,7 @@ from stint.attempts where queue = 'extract';
 select queue, scheduled, ready, running, completed, failed, cancelled from stint.queue_stats order by queue;
 
 \echo '── Trouble: one worker is killed, one oversleeps; the maintenance worker takes their tasks back'
-select p.payload->>'package' as package, l.attempt, l.worker as "lapsed with",
+select left(p.payload->>'package', 30) as package, l.worker as "lapsed with",
        case when exists (select from kills k where k.id = l.id and k.attempt = l.attempt) then 'killed' else 'overslept' end as why,
        n.worker as "taken up by", round(extract(epoch from n.started_at - l.started_at), 1) as "after s",
        coalesce(f.worker, l.worker || ', late') as "finished by"
@@ -112,8 +112,8 @@ select 'now', count(*), count(licences), count(version),
 from packages;
 
 \echo '── The consumer of the changelog: reviews asked for packages under' :watched_licence '(the first five)'
-select p.payload->>'package' as package, p.payload->>'pos' as "at position", t.status,
-       (select string_agg(l, ', ') from (select jsonb_array_elements_text(p.payload->'licences') l limit 5) as head) as licences
+select left(p.payload->>'package', 30) as package, p.payload->>'pos' as "at position", t.status,
+       left((select string_agg(l, ', ') from jsonb_array_elements_text(p.payload->'licences') l), 42) as licences
 from stint.tasks t join stint.task_payloads p using (queue, id)
 where queue = 'review' order by (p.payload->>'pos')::bigint limit 5;
 

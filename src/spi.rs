@@ -251,11 +251,17 @@ impl Rows {
         }
     }
 
-    /// A pass-by-reference column copied to memory that outlives SPI (the calling function's), still as a datum.
+    /// A column copied to memory that outlives SPI (the calling function's), still as a datum.
     pub fn lift(&self, row: usize, column: usize) -> Option<pg_sys::Datum> {
         let datum = self.datum(row, column)?;
-        // SAFETY: copies a varlena into the upper context while SPI is open; a toast pointer stays a pointer.
-        Some(unsafe { pg_sys::SPI_datumTransfer(datum, false, -1) })
+        // SAFETY: the row exists, so its descriptor does; what is passed by reference is copied into the upper context by the type's own length while SPI is
+        // open. A toast pointer stays a pointer.
+        unsafe {
+            let (mut length, mut by_value) = (0, false);
+            let kind = pg_sys::SPI_gettypeid((*self.table).tupdesc, column as i32);
+            pg_sys::get_typlenbyval(kind, &mut length, &mut by_value);
+            Some(pg_sys::SPI_datumTransfer(datum, by_value, i32::from(length)))
+        }
     }
 }
 

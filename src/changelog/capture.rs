@@ -1,9 +1,12 @@
 //! The capture triggers: AFTER each statement, from its transition tables, and BEFORE TRUNCATE, from the table.
 //!
 //! Old and new rows of an UPDATE are paired by the text of their primary key, so a row whose key changed is a deletion and an insertion, and rows whose text
-//! stayed as it was are left out. Numbers are drawn after the statement locked its rows. A server that did not preload the library captures all the same; only
+//! stayed as it was are left out. Numbers are drawn after the statement locked its rows. PostgreSQL fires the trigger at the end of a statement; so where a
+//! table's own AFTER ROW trigger changes the same key of the same table again, that change is numbered before the one that caused it, and so is the insertion
+//! before the deletion where one MERGE does both to one key. A server that did not preload the library captures all the same; only
 //! the doorbell stays silent.
 
+use super::epoch;
 use super::images::{check_types, image_sql, key_sql};
 use super::shape::Shape;
 use crate::errors::{self, Fault};
@@ -18,19 +21,11 @@ use std::collections::HashMap;
 use std::ffi::CStr;
 use std::rc::Rc;
 
-static OPEN_EPOCH: Statement = Statement::new(
-    c"INSERT INTO stint.meta (epoch, system_identifier, database)
-      SELECT 1, c.system_identifier, d.oid
-      FROM pg_control_system() c, pg_database d
-      WHERE d.datname = current_database()
-      ON CONFLICT DO NOTHING",
-    &[],
-);
 static DECLARE: Statement = Statement::new(
     c"INSERT INTO stint.captures AS c (relation, epoch, xid)
-      SELECT $1, m.epoch, pg_current_xact_id() FROM stint.meta m
+      VALUES ($1, $2, pg_current_xact_id())
       ON CONFLICT (relation) DO UPDATE SET epoch = excluded.epoch, xid = excluded.xid, captured_at = excluded.captured_at",
-    &[pg_sys::OIDOID],
+    &[pg_sys::OIDOID, pg_sys::INT4OID],
 );
 static FORGET: Statement = Statement::new(c"DELETE FROM stint.captures WHERE relation = $1", &[pg_sys::OIDOID]);
 static IS_SUBSCRIBED: Statement = Statement::new(
@@ -80,8 +75,7 @@ pub fn install(session: &Session, relation: &Relation) {
         let event = event.replace("{table}", &relation.qualified);
         session.execute_once(&format!("CREATE TRIGGER {name} {event} FOR EACH STATEMENT EXECUTE FUNCTION stint.capture()"));
     }
-    session.run(&OPEN_EPOCH, &[]);
-    session.run(&DECLARE, &[arg(relation.oid)]);
+    session.run(&DECLARE, &[arg(relation.oid), arg(epoch::required(session))]);
 }
 
 /// Stops capturing; called by `drop_state`. What was captured stays, since positions count it.
@@ -165,7 +159,7 @@ unsafe fn capture(trigger: *mut pg_sys::TriggerData) {
         unsafe { pg_sys::SPI_register_trigger_data(trigger) };
         let _owner = Identity::owner();
         let (statement, layout) = statement(session, oid, fingerprint, event);
-        let params = [arg(oid), arg(layout), arg(Instant::now())];
+        let params = [arg(oid), arg(layout), arg(Instant::now()), arg(epoch::required(session))];
         if event == Event::Truncate {
             // The table is locked against everybody; under REPEATABLE READ the transaction's own snapshot may be older than the rows that vanish.
             session.run_prepared_latest(&statement, &params).len()
@@ -218,7 +212,7 @@ fn statement(session: &Session, oid: pg_sys::Oid, fingerprint: u64, event: Event
     }
     let columns: Vec<Option<String>> = shape.places().iter().map(|place| place.map(|column| column.name.clone())).collect();
     let found = session.run(&LAYOUT, &[arg(oid), arg(columns.clone())]);
-    let statement = Rc::new(Prepared::new(&sql(&shape, &name, event), &[pg_sys::OIDOID, pg_sys::INT4OID, pg_sys::TIMESTAMPTZOID]));
+    let statement = Rc::new(Prepared::new(&sql(&shape, &name, event), &[pg_sys::OIDOID, pg_sys::INT4OID, pg_sys::TIMESTAMPTZOID, pg_sys::INT4OID]));
     if found.is_empty() {
         // A layout made now could be rolled back, so it is not remembered; the next statement finds it.
         return (statement, session.run(&ADD_LAYOUT, &[arg(oid), arg(columns)]).must(0, 1));
@@ -234,7 +228,7 @@ fn statement(session: &Session, oid: pg_sys::Oid, fingerprint: u64, event: Event
     (statement, layout)
 }
 
-/// `$1` the table, `$2` its layout, `$3` the time. The order by kind puts the deletion of a changed key before its insertion.
+/// `$1` the table, `$2` its layout, `$3` the time, `$4` the epoch. The order by kind puts the deletion of a changed key before its insertion.
 fn sql(shape: &Shape, table: &str, event: Event) -> String {
     let key = |row: &str| key_sql(shape.key_columns().map(|column| column.quoted.as_str()), row);
     let image = |row: &str| image_sql(shape, row);
@@ -257,7 +251,7 @@ fn sql(shape: &Shape, table: &str, event: Event) -> String {
     };
     format!(
         "INSERT INTO stint.change_log (epoch, relation, xid, seq, at, layout, kind, key, before, after)
-         SELECT (SELECT m.epoch FROM stint.meta m), $1, pg_current_xact_id(), nextval('stint.change_seq'), $3, $2, c.kind::\"char\", c.key, c.before, c.after
+         SELECT $4, $1, pg_current_xact_id(), nextval('stint.change_seq'), $3, $2, c.kind::\"char\", c.key, c.before, c.after
          FROM ({changes}) c"
     )
 }

@@ -6,6 +6,7 @@
 
 pub mod capture;
 pub mod consumer;
+pub mod epoch;
 pub mod images;
 pub mod reader;
 pub mod shape;

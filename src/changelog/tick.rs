@@ -3,6 +3,7 @@
 //! The tick lock is taken first and the snapshot then, so each tick's snapshot includes the one before. The transaction has no id of its own when the snapshot
 //! is taken: its own id would count as ended in it.
 
+use super::epoch;
 use crate::errors::Fault;
 use crate::spi::{Identity, Session, Statement, arg, connect, home};
 use pgrx::prelude::*;
@@ -40,7 +41,7 @@ pub fn step() -> bool {
     refuse_written();
     connect(|session| {
         let _owner = Identity::owner();
-        if lock(true) {
+        if epoch::current(session).is_some_and(|(_, own)| own) && lock(true) {
             advance(session);
         }
     });
@@ -54,6 +55,9 @@ fn tick() -> i64 {
     refuse_written();
     connect(|session| {
         let _owner = Identity::owner();
+        if epoch::current(session).is_some_and(|(_, own)| !own) {
+            epoch::refuse_copy()
+        }
         lock(false);
         advance(session)
     })
@@ -94,7 +98,7 @@ fn refuse_written() {
 
 /// Takes the tick lock until the transaction ends: an object lock on the schema, under a sub-id that nothing else uses, because it takes no transaction id,
 /// writes nothing, disturbs no vacuum and cannot be taken by users. Answers false where it is held and `conditional` says not to wait.
-fn lock(conditional: bool) -> bool {
+pub fn lock(conditional: bool) -> bool {
     const TICKS: u16 = 1;
     // SAFETY: a lock tag as SET_LOCKTAG_OBJECT makes it.
     unsafe {

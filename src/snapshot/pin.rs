@@ -1,5 +1,6 @@
 //! `stint.pin`: keeps the calling transaction's snapshot.
 
+use crate::changelog::epoch;
 use crate::errors::{self, Fault};
 use crate::input;
 use crate::spi::{Identity, Session, Statement, arg, connect};
@@ -24,6 +25,9 @@ pub fn make(session: &Session, comment: Option<&str>) -> i64 {
         Fault::new(PgSqlErrorCode::ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE, "there is no state table to pin")
             .hint("Declare one with stint.create_state.")
             .raise();
+    }
+    if epoch::current(session).is_some_and(|(_, own)| !own) {
+        epoch::refuse_copy()
     }
     if now.must(0, 4) {
         Fault::new(PgSqlErrorCode::ERRCODE_ACTIVE_SQL_TRANSACTION, "cannot pin in a transaction that has changed a state table")

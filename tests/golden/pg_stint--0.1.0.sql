@@ -850,6 +850,14 @@ to make changes readable at once. Errors: 25001 in a transaction that has writte
 Locks: the tick lock (an object lock on the schema stint) until the transaction ends; readers and writers never wait for it.';
 REVOKE ALL ON FUNCTION stint.tick() FROM PUBLIC;
 
+CREATE FUNCTION stint.activate() RETURNS integer
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'activate_wrapper';
+COMMENT ON FUNCTION stint.activate() IS
+'Lets a restored or cloned database work on its own: gives the changes it was restored with their last positions, opens a new epoch and returns its number. Until then state tables
+there refuse changes, ticks and pins; positions and tags made before stay readable and keep their meaning. Where the database is no copy it changes nothing.
+Locks: the tick lock until the transaction ends.';
+REVOKE ALL ON FUNCTION stint.activate() FROM PUBLIC;
+
 CREATE FUNCTION stint.changes(relation regclass, since_pos bigint DEFAULT 0, max integer DEFAULT 1000)
     RETURNS TABLE (pos bigint, kind text, key jsonb, before jsonb, after jsonb, changed_at timestamptz)
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'changes_wrapper';
@@ -1219,6 +1227,12 @@ $$;
 COMMENT ON FUNCTION stint.doctor() IS
 'Examines this server and database for what pg_stint needs: one row for each check. ok: whether it is as it should be; detail: what was seen; hint: what to do where it is not, or an advice. Changes nothing, and works on a standby and where the library was not preloaded, too. It runs stint.check(), which reads whole tables. What is off: SELECT * FROM stint.doctor() WHERE NOT ok.';
 REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/changelog/epoch.rs
+-- pg_stint::changelog::epoch::activate
+-- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
 /* <begin connected objects> */

@@ -1,0 +1,79 @@
+//! Epochs: transaction ids mean something in the database they were given out in. A restored or cloned database has the changelog of another one, so nothing
+//! is captured, ticked or pinned there until `stint.activate()` closes that epoch and opens its own; what there is stays readable.
+
+use super::tick;
+use crate::errors::Fault;
+use crate::spi::{Identity, Session, Statement, arg, connect};
+use pgrx::prelude::*;
+
+static CURRENT: Statement =
+    Statement::new(c"SELECT m.epoch, m.database = $1 AND m.system_identifier = $2 FROM stint.meta m", &[pg_sys::OIDOID, pg_sys::INT8OID]);
+static OPEN_FIRST: Statement = Statement::new(
+    c"INSERT INTO stint.meta (epoch, system_identifier, database) VALUES (1, $2, $1) ON CONFLICT DO NOTHING",
+    &[pg_sys::OIDOID, pg_sys::INT8OID],
+);
+
+/// The last tick of an epoch, which sees every row it has: nobody adds one any more.
+static CLOSE: Statement = Statement::new(
+    c"INSERT INTO stint.ticks (epoch, number, snapshot, end_pos, relations)
+      SELECT c.epoch, c.number + 1, format('%s:%s:', c.xid, c.xid)::pg_snapshot, c.end_pos + c.changes, c.relations
+      FROM (SELECT m.epoch, coalesce(p.number, 0) AS number, count(*) AS changes, array_agg(DISTINCT l.relation::oid)::regclass[] AS relations,
+                   coalesce((SELECT max(e.end_pos) FROM stint.ticks e), 0) AS end_pos,
+                   greatest(max(l.xid::text::numeric) + 1, pg_snapshot_xmax(p.snapshot::pg_snapshot)::text::numeric) AS xid
+            FROM stint.meta m
+            LEFT JOIN LATERAL (SELECT t.number, t.snapshot::text FROM stint.ticks t WHERE t.epoch = m.epoch ORDER BY t.number DESC LIMIT 1) p ON true
+            JOIN stint.change_log l ON l.epoch = m.epoch AND NOT pg_visible_in_snapshot(l.xid, coalesce(p.snapshot, '1:1:')::pg_snapshot)
+            GROUP BY m.epoch, p.number, p.snapshot) c",
+    &[],
+);
+static OPEN_NEXT: Statement = Statement::new(
+    c"UPDATE stint.meta SET epoch = epoch + 1, database = $1, system_identifier = $2, since = clock_timestamp() RETURNING epoch",
+    &[pg_sys::OIDOID, pg_sys::INT8OID],
+);
+
+fn here() -> [crate::spi::Param; 2] {
+    // SAFETY: constants of this backend and its cluster.
+    unsafe { [arg(pg_sys::MyDatabaseId), arg(pg_sys::GetSystemIdentifier() as i64)] }
+}
+
+/// The epoch, and whether it is this database's own; `None` before the first state table.
+pub fn current(session: &Session) -> Option<(i32, bool)> {
+    let rows = session.run(&CURRENT, &here());
+    (!rows.is_empty()).then(|| (rows.must(0, 1), rows.must(0, 2)))
+}
+
+/// The epoch of this database, opened if there was none; an error in a copy of another database.
+pub fn required(session: &Session) -> i32 {
+    if current(session).is_none() {
+        session.run(&OPEN_FIRST, &here());
+    }
+    match current(session) {
+        Some((epoch, true)) => epoch,
+        _ => refuse_copy(),
+    }
+}
+
+/// The changelog here is another database's.
+pub fn refuse_copy() -> ! {
+    Fault::new(PgSqlErrorCode::ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE, "this database is a copy of another one, whose changelog it holds")
+        .detail("Its transaction ids do not continue those in the changelog.")
+        .hint("Run SELECT stint.activate() if this database is to be worked in.")
+        .raise()
+}
+
+/// `stint.activate`.
+#[pg_extern(sql = false)]
+fn activate() -> i32 {
+    crate::shmem::required();
+    connect(|session| {
+        let _owner = Identity::owner();
+        tick::lock(false);
+        match current(session) {
+            Some((_, false)) => {
+                session.run(&CLOSE, &[]);
+                session.run(&OPEN_NEXT, &here()).must(0, 1)
+            }
+            _ => required(session),
+        }
+    })
+}
