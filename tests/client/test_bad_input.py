@@ -53,6 +53,7 @@ CALLS = {
     "poll": {"consumer": "c"},
     "commit": {"consumer": "c", "pos": "0"},
     "trim_consumers": {},
+    "activate": {},
     "pin": {},
     "tag": {"name": "new"},
     "drop_tag": {"name": "t"},

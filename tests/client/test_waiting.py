@@ -7,7 +7,7 @@ import pytest
 from stint import Queue, background, call, until, value, waiting
 
 # Less than the second after which every waiter looks by itself: a claim answered sooner was woken.
-SOON = 0.7
+SOON = 0.85
 
 
 class Sleeper:
@@ -181,8 +181,9 @@ def test_every_queue_wakes_its_own_waiters_however_many_wait(conn, connect):
         queue.enqueue()
         started = time.monotonic()
         assert len(sleeper.join()) == 1
-        slow += time.monotonic() - started > 0.2
-    assert slow == 0
+        slow += time.monotonic() - started > 0.3
+    # A busy machine is excused once or twice; signals that went astray would be many.
+    assert slow <= 2
 
 
 @pytest.mark.parametrize("level", [psycopg.IsolationLevel.REPEATABLE_READ, psycopg.IsolationLevel.SERIALIZABLE])
