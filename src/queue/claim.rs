@@ -5,6 +5,7 @@
 //! for what it may take in one step in shared memory, and only then touches rows. docs/locks.md says which locks it takes.
 
 use super::config::{self, Queue};
+use super::horizon;
 use super::lines;
 use super::store::{self, Ticket};
 use crate::budget::live;
@@ -273,7 +274,7 @@ fn try_claim(name: &str, queue: &Queue, worker: &str, max: usize, lease_for: Opt
 }
 
 /// Claims, sleeping in the server until something is there or the wait is over.
-fn wait_and_claim(name: &str, worker: &str, max: usize, lease_for: Option<i64>, wait: i64) -> Vec<Claimed> {
+fn wait_and_claim(name: &str, worker: &str, max: usize, lease_for: Option<i64>, wait: i64, fcinfo: pg_sys::FunctionCallInfo) -> Vec<Claimed> {
     // SAFETY: reads this transaction's isolation level.
     if unsafe { pg_sys::XactIsoLevel } >= pg_sys::XACT_REPEATABLE_READ as i32 {
         Fault::new(PgSqlErrorCode::ERRCODE_ACTIVE_SQL_TRANSACTION, "claim cannot wait in a transaction that keeps one snapshot")
@@ -290,6 +291,10 @@ fn wait_and_claim(name: &str, worker: &str, max: usize, lease_for: Option<i64>, 
         if !claimed.is_empty() || left <= 0 {
             return claimed;
         }
+        // A try may have taken a transaction id, with rows that it had to put back.
+        if horizon::may_let_go(fcinfo) {
+            horizon::let_go();
+        }
         waiter.sleep(left);
     }
 }
@@ -302,6 +307,7 @@ fn claim(
     max: Option<i32>,
     lease_for: Option<RawInterval>,
     wait: Option<RawInterval>,
+    fcinfo: pg_sys::FunctionCallInfo,
 ) -> TableIterator<
     'static,
     (
@@ -327,7 +333,7 @@ fn claim(
     let wait = wait.map_or(0, |wait| input::duration("wait", wait, 0, guc::max_wait_s(), "stint.max_wait"));
     let _owner = spi::Identity::owner();
     let claimed = if wait > 0 {
-        wait_and_claim(name, worker, max, lease_for, wait)
+        wait_and_claim(name, worker, max, lease_for, wait, fcinfo)
     } else {
         let queue = spi::connect(|session| config::find(session, name));
         try_claim(name, &queue, worker, max, lease_for)
