@@ -10,10 +10,10 @@ from stint import Queue, background, budget, call, parallel, rows, value
 
 
 def test_cancel_complete_and_sweep_racing_on_one_task_end_in_one_outcome(conn, connect):
-    """Three sessions fall on each of a few thousand tasks at once; a barrier holds them together."""
+    """Three sessions fall on each of a two thousand tasks at once; a barrier holds them together."""
     call(conn, "create_budget", name="b", max_running=100_000)
     queue = Queue(conn, budgets=["b"], max_attempts=1)
-    total = 3000
+    total = 2000
     queue.fill(total)
     tasks = queue.claim(total)
     # Only the sweep of this test may find them lapsed: it makes them so itself, one by one.
@@ -192,7 +192,8 @@ def test_a_random_history_of_clients_that_crash_and_roll_back_is_a_correct_one(c
                 session = server.connect(conn.info.dbname)
                 mine = queue.by(session)
                 continue
-            except (ZeroDivisionError, psycopg.errors.SerializationFailure):
+            # A transaction of several verbs locks tasks in the order of its calls, so two of them may meet in a ring.
+            except (ZeroDivisionError, psycopg.errors.SerializationFailure, psycopg.errors.DeadlockDetected):
                 held[:] = kept
                 continue
             for kind, *rest in events:
