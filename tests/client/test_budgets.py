@@ -282,6 +282,22 @@ def test_tasks_of_other_budgets_are_claimed_from_behind_held_ones(conn):
     assert queue.claim(300) == []
 
 
+def test_a_claim_turns_to_the_other_lanes_when_what_stands_first_is_held(conn, connect):
+    for name in "ab":
+        call(conn, "create_budget", name=name, max_running=9)
+    queue = Queue(conn)
+    queue.enqueue('"a"', budgets=["a"], priority=9)
+    queue.enqueue('"b"', budgets=["b"])
+    queue.enqueue('"free"', priority=-9)
+    other = connect(autocommit=False)
+    assert [task.payload for task in queue.by(other).claim()] == ["a"]
+    assert [task.payload for task in queue.claim(1)] == ["b"]
+    assert [task.payload for task in queue.claim(2)] == ["free"]
+    other.rollback()
+    assert [task.payload for task in queue.claim(1)] == ["a"]
+    assert budget(conn, "a") == (1, 0) and budget(conn, "b") == (1, 0)
+
+
 def test_a_task_draws_on_its_queues_budgets_and_its_own(conn):
     call(conn, "create_budget", name="queues", max_running=5, max_tokens=100)
     call(conn, "create_budget", name="own", max_tokens=50)
