@@ -47,10 +47,11 @@ static FIRST: Statement = Statement::new(
     &[pg_sys::TEXTOID, pg_sys::INT4ARRAYOID, pg_sys::INT4ARRAYOID, pg_sys::INT8ARRAYOID, pg_sys::INT8OID],
 );
 
+/// Looked up one by one: with `id = any ($2)` a plan made while the table was small reads all tasks of the queue, for as long as it is kept.
 static FACTS: Statement = Statement::new(
     c"select f.id, f.payload, f.labels, f.agent::text, f.enqueued_at, (extract(epoch from f.lease_for) * 1e6)::bigint
-      from stint.task_facts f
-      where f.queue = $1 and f.id = any ($2)",
+      from unnest($2) as w (id)
+      cross join lateral (select * from stint.task_facts t where t.queue = $1 and t.id = w.id limit 1) as f",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 
