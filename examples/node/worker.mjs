@@ -168,8 +168,11 @@ class Worker {
 
   async stop() {
     this.stopping = true;
-    const waiting = this.waiting && this.db.client?.processID;
-    if (waiting) await this.heart.ask("SELECT pg_cancel_backend($1)", waiting).catch((error) => console.error(error.message));
+    // More than once: the first may come before the statement that it is to cancel.
+    for (; this.waiting; await sleep(200)) {
+      const pid = this.db.client?.processID;
+      if (pid) await this.heart.ask("SELECT pg_cancel_backend($1)", pid).catch((error) => console.error(error.message));
+    }
   }
 }
 

@@ -107,10 +107,10 @@ class Worker:
 
     def claim(self):
         budgeted = self.ahead and self.db.ask(HAS_BUDGETS, queue=self.queue) != [{"yes": False}]
+        if self.stopping:
+            return []
         self.waiting = True
         try:
-            if self.stopping:  # SIGTERM came before there was a statement to cancel
-                return []
             tasks = self.db.ask(CLAIM, queue=self.queue, worker=self.name, max=1 if budgeted else 1 + self.ahead, lease_for=f"{self.lease} s")
         finally:
             self.waiting = False
@@ -153,8 +153,13 @@ class Worker:
 
     def stop(self, *_):
         self.stopping = True
-        if self.waiting and self.db.conn is not None:
-            self.db.conn.cancel()
+        threading.Thread(target=self.end_wait, daemon=True).start()
+
+    def end_wait(self):
+        while self.waiting:  # more than once: the first may come before the statement that it is to cancel
+            if self.db.conn is not None:
+                self.db.conn.cancel()
+            time.sleep(0.2)
 
 
 def main():

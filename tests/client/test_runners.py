@@ -83,9 +83,10 @@ def test_a_worker_reports_results_usage_and_errors_once_and_stops_while_it_waits
 
 def test_a_stopped_worker_finishes_what_runs_and_releases_what_it_has_not_begun(conn, start):
     queue = Queue(conn)
-    ids = [queue.enqueue('{"seconds": 1.5}') for _ in range(3)]
+    ids = [queue.enqueue('{"seconds": 3}') for _ in range(3)]
     worker = start("--ahead", 2)
     running(conn, 3)
+    time.sleep(1)  # claimed is not begun
     assert stop(worker) == 0
     assert [queue.status(id) for id in ids] == ["completed", "ready", "ready"]
     assert [queue.ended(id) for id in ids] == [["completed"], ["released"], ["released"]]
