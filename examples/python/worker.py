@@ -107,10 +107,10 @@ class Worker:
 
     def claim(self):
         budgeted = self.ahead and self.db.ask(HAS_BUDGETS, queue=self.queue) != [{"yes": False}]
-        if self.stopping:
-            return []
         self.waiting = True
         try:
+            if self.stopping:
+                return []
             tasks = self.db.ask(CLAIM, queue=self.queue, worker=self.name, max=1 if budgeted else 1 + self.ahead, lease_for=f"{self.lease} s")
         finally:
             self.waiting = False
