@@ -173,4 +173,5 @@ fn find_zone(name: &str) -> Result<TimeZone, Fault> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::panic)]
 mod tests;
