@@ -143,6 +143,8 @@ fn sweep_batch(first: i64, max: usize, now: Instant) -> Swept {
 /// Row by row, past those that cannot be taken back.
 fn sweep_singly(first: i64, max: usize, now: Instant) -> Swept {
     const PAGE_ROWS: usize = 100;
+    // So many bad rows one round looks past; the maintenance worker, which remembers them for a while, gets behind any number.
+    const MOST_BAD: usize = 1000;
     let mut swept = Swept::default();
     let mut after = (Instant(first), pgrx::Uuid::from_bytes([0; 16]));
     let mut bad: Vec<(String, pgrx::Uuid, String)> = Vec::new();
@@ -154,7 +156,7 @@ fn sweep_singly(first: i64, max: usize, now: Instant) -> Swept {
         let more = page.len() == PAGE_ROWS;
         for (name, id, expired) in page {
             after = (expired, id);
-            if usize::try_from(swept.lapsed).unwrap_or(0) >= max || bad.len() >= max {
+            if usize::try_from(swept.lapsed).unwrap_or(0) >= max || bad.len() >= max.max(MOST_BAD) {
                 report(&bad);
                 return swept;
             }
