@@ -15,6 +15,7 @@ pub mod enqueue_once;
 pub mod explain;
 pub mod finish;
 pub mod finish_and_claim;
+pub mod horizon;
 pub mod keys;
 pub mod late;
 pub mod lease;
