@@ -137,15 +137,27 @@ fn take(session: &Session, name: &str, lane: i32, head: Head, max: usize, agents
     let Some(agents) = agents else {
         return taken(&session.run(&TAKE, &[arg(name), arg(lane), arg(head.priority), arg(head.at), arg(max as i64)]));
     };
-    let turns = session.run(&TURNS, &[arg(name), arg(lane), arg(head.priority), arg(head.at), arg(agents.to_vec()), arg(max as i64)]);
-    let mut shares: BTreeMap<String, i64> = BTreeMap::new();
-    (0..turns.len()).for_each(|at| *shares.entry(turns.must(at, 1)).or_default() += 1);
-    shares
-        .into_iter()
-        .flat_map(|(agent, share)| {
-            taken(&session.run(&TAKE_AGENT, &[arg(name), arg(lane), arg(head.priority), arg(head.at), arg(share), arg(agent)]))
-        })
-        .collect()
+    // What stood first for one agent may be held by another session: the claim then turns to the others.
+    let (mut agents, mut all) = (agents.to_vec(), Vec::new());
+    while all.len() < max && !agents.is_empty() {
+        let left = (max - all.len()) as i64;
+        let turns = session.run(&TURNS, &[arg(name), arg(lane), arg(head.priority), arg(head.at), arg(agents.clone()), arg(left)]);
+        let mut shares: BTreeMap<String, usize> = BTreeMap::new();
+        (0..turns.len()).for_each(|at| *shares.entry(turns.must(at, 1)).or_default() += 1);
+        let before = agents.len();
+        for (agent, share) in shares {
+            let line = [arg(name), arg(lane), arg(head.priority), arg(head.at), arg(share as i64), arg(agent.as_str())];
+            let rows = taken(&session.run(&TAKE_AGENT, &line));
+            if rows.len() < share {
+                agents.retain(|other| *other != agent);
+            }
+            all.extend(rows);
+        }
+        if agents.len() == before {
+            break;
+        }
+    }
+    all
 }
 
 fn taken(rows: &Rows) -> Vec<Taken> {

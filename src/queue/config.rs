@@ -1,7 +1,7 @@
 //! What a backend knows of a queue: its settings, its lanes and the budgets these draw on. Read once, kept until a committed change moves the configuration's
 //! generation; never kept by a transaction that changed it or that reads with an old snapshot.
 
-use crate::errors;
+use crate::errors::{self, Fault};
 use crate::shmem::{self, Instance, config};
 use crate::spi::{Session, Statement, arg};
 use crate::values::Instant;
@@ -187,13 +187,22 @@ fn read(session: &Session, name: &str, generation: u64) -> Option<Queue> {
     })
 }
 
-static STANDS: Statement = Statement::new(c"select from stint.queue_config q where q.queue = $1", &[pg_sys::TEXTOID]);
+static STANDS: Statement = Statement::new(c"select q.number from stint.queue_config q where q.queue = $1", &[pg_sys::TEXTOID]);
 
 /// Makes sure, once a task's facts are written, that its queue was not dropped since it was read: `drop_queue` commits when no such transaction is open, and
 /// whoever comes later sees another generation.
 pub fn still_stands(session: &Session, name: &str, queue: &Queue) {
-    if queue.generation != config::generation(shmem::required()) && session.run_latest(&STANDS, &[arg(name)]).is_empty() {
-        unknown(session, name)
+    if queue.generation == config::generation(shmem::required()) {
+        return;
+    }
+    match session.run_latest(&STANDS, &[arg(name)]).get::<i32>(0, 1) {
+        None => unknown(session, name),
+        Some(number) if number != queue.number => {
+            Fault::new(PgSqlErrorCode::ERRCODE_T_R_SERIALIZATION_FAILURE, format!("queue \"{name}\" was dropped and made anew"))
+                .hint("Repeat the transaction.")
+                .raise()
+        }
+        Some(_) => {}
     }
 }
 

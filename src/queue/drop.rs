@@ -117,7 +117,9 @@ fn drop_queue(queue: Option<&str>, force: Option<bool>) {
         session.execute_once(ONE_DROP);
         let queue = config::find(session, name);
         if force {
-            FINISHED.iter().for_each(|delete| drop(session.run(delete, &[arg(name)])));
+            for delete in &FINISHED {
+                session.run(delete, &[arg(name)]);
+            }
         } else {
             refuse_full(session, name);
         }
@@ -129,7 +131,9 @@ fn drop_queue(queue: Option<&str>, force: Option<bool>) {
         for at in 0..running.len() {
             live::release(queue.number, running.get(at, 1), running.get(at, 2));
         }
-        REST.iter().for_each(|delete| drop(session.run(delete, &[arg(name)])));
+        for delete in &REST {
+            session.run(delete, &[arg(name)]);
+        }
         let lanes = session.run(&LANES, &[arg(name)]);
         for at in 0..lanes.len() {
             heads::gone(Instance::here(), lanes.must(at, 1));

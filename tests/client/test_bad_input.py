@@ -187,7 +187,7 @@ def faults_of(error, argument, given, args):
         return f"no hint: {text[:200]}"
     about = [argument, *(v for v in args.values() if v and len(v) < 200)]
     # What the message calls the thing, where that is not what was given.
-    about += {"tasks": ["task "], "relations": ["pg_catalog.pg_class"]}.get(argument, [])
+    about += {"tasks": ["task "], "items": ["item "], "relations": ["pg_catalog.pg_class"]}.get(argument, [])
     # Of an array, the element that is wrong.
     named = [word for word in re.findall('"([^"]*)"', text) if word in (given or "")]
     if not named and not any(word in text for word in about):

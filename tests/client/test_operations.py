@@ -176,6 +176,20 @@ def test_a_task_enqueued_while_its_queue_is_dropped_is_removed_or_refused(queue,
         Queue(queue.conn)
 
 
+def test_a_task_enqueued_while_its_queue_is_made_anew_is_refused_to_be_repeated(queue, connect):
+    late, dropper = connect(), connect(autocommit=False)
+    queue.by(late).enqueue()
+    call(dropper, "drop_queue", queue="q", force=True)
+    Queue(dropper)
+    refused = background(lambda: queue.by(late).enqueue())
+    waiting(queue.conn, late.info.backend_pid, "Lock")
+    dropper.commit()
+    with pytest.raises(psycopg.errors.SerializationFailure, match="made anew"):
+        refused.join()
+    id = queue.by(late).enqueue()
+    assert queue.one().id == id
+
+
 # enqueue_once
 
 
@@ -232,6 +246,19 @@ def test_a_claim_for_one_agent_does_not_walk_the_tasks_of_others(queue):
         found, read = buffers("rare")
         assert found == [rare] and read < 50
         queue.conn.execute("ANALYZE stint.place_ready")
+
+
+@pytest.mark.parametrize("budgeted", [False, True])
+def test_a_claim_for_some_agents_turns_to_the_others_when_one_agents_tasks_are_held(conn, connect, budgeted):
+    call(conn, "create_budget", name="b", max_running=100)
+    queue = Queue(conn, budgets=["b"] if budgeted else [])
+    for agent in "aaab":
+        queue.enqueue(f'"{agent}"', agent=agent)
+    other = connect(autocommit=False)
+    assert len(queue.by(other).claim(3, agents=["a"])) == 3
+    assert [task.payload for task in queue.claim(2, agents=["a", "b"])] == ["b"]
+    other.rollback()
+    assert [task.payload for task in queue.claim(9, agents=["a", "b"])] == ["a"] * 3
 
 
 def test_claims_for_agents_beside_claims_for_all_find_every_task(conn, connect):
