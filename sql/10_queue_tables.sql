@@ -17,6 +17,8 @@ CREATE TABLE stint.queue_config (
     key_retention   interval NOT NULL,
     late_result     text NOT NULL CHECK (late_result IN ('accept', 'reject')),
     notify          boolean NOT NULL,
+    max_run_time    interval,
+    paused          boolean NOT NULL,
     comment         text,
     created_at      timestamptz NOT NULL DEFAULT clock_timestamp()
 );
@@ -52,6 +54,7 @@ CREATE TABLE stint.task_facts (
     enqueued_at     timestamptz NOT NULL,
     run_at          timestamptz,
     lease_for       interval,
+    max_run_time    interval,
     agent           text COLLATE "C",
     key             text COLLATE "C",
     labels          jsonb,
@@ -72,9 +75,12 @@ CREATE TABLE stint.place_ready (
     tokens          bigint,
     attempt         int NOT NULL,
     counted         int NOT NULL,
+    agent           text COLLATE "C",
     PRIMARY KEY (queue, id)
 );
 CREATE UNIQUE INDEX place_ready_order ON stint.place_ready (queue, lane, priority DESC, seq);
+-- For claims that take the tasks of some agents only: each agent's tasks in their order, so that no other's is walked. Tasks without an agent cost nothing here.
+CREATE INDEX place_ready_agent ON stint.place_ready (queue, lane, agent, priority DESC, seq) WHERE agent IS NOT NULL;
 COMMENT ON TABLE stint.place_ready IS 'Tasks that may be claimed. attempt: the number of the last attempt; counted: attempts that count against max_attempts';
 
 CREATE TABLE stint.place_scheduled (
@@ -104,7 +110,10 @@ CREATE TABLE stint.place_running (
     counted         int NOT NULL,
     started_at      timestamptz NOT NULL,
     expires_at      timestamptz NOT NULL,
+    deadline        timestamptz,
     extended_until  timestamptz,
+    heartbeat_at    timestamptz,
+    heartbeat_gap   interval,
     cancel_requested boolean NOT NULL DEFAULT false,
     budgets         int[],
     reserved        bigint[],
@@ -116,7 +125,7 @@ CREATE TABLE stint.place_running (
     PRIMARY KEY (queue, id)
 ) WITH (fillfactor = 80);
 CREATE INDEX place_running_expiry ON stint.place_running (expires_at);
-COMMENT ON TABLE stint.place_running IS 'Tasks under a lease, with what they reserve of each budget. Leases are secrets: no view shows this table''s lease column';
+COMMENT ON TABLE stint.place_running IS 'Tasks under a lease, with what they reserve of each budget. deadline: no heartbeat moves the lease past it; heartbeat_gap: the longest time between two heartbeats. Leases are secrets: no view shows this table''s lease column';
 
 CREATE TABLE stint.task_attempts (
     queue           text COLLATE "C" NOT NULL,
@@ -127,6 +136,7 @@ CREATE TABLE stint.task_attempts (
     ended_at        timestamptz NOT NULL,
     ended           text COLLATE "C" NOT NULL,
     worker          text COLLATE "C" NOT NULL,
+    heartbeat_gap   interval,
     error           text,
     run_id          text COLLATE "C",
     trace_id        text COLLATE "C",
@@ -174,7 +184,22 @@ CREATE TABLE stint.task_outcomes (
     result          jsonb,
     PRIMARY KEY (queue, id)
 );
-COMMENT ON TABLE stint.task_outcomes IS 'How each finished task ended; insert-only';
+COMMENT ON TABLE stint.task_outcomes IS 'How each finished task ended; insert-only, but for a retry, which moves the row to stint.task_retries';
+
+-- What stint.retry took back. The attempts up to this one no longer count against max_attempts.
+CREATE TABLE stint.task_retries (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    retry           int NOT NULL,
+    retried_at      timestamptz NOT NULL,
+    outcome         text COLLATE "C" NOT NULL,
+    attempt         int NOT NULL,
+    lease           uuid,
+    finished_at     timestamptz NOT NULL,
+    error           text,
+    PRIMARY KEY (queue, id, retry)
+);
+COMMENT ON TABLE stint.task_retries IS 'Outcomes that stint.retry and stint.retry_failed took back, numbered from 1 for each task; insert-only';
 
 CREATE TABLE stint.task_keys (
     queue           text COLLATE "C" NOT NULL,
@@ -211,4 +236,5 @@ SELECT pg_catalog.pg_extension_config_dump('stint.place_running', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.task_attempts', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.usage_late', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.task_outcomes', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.task_retries', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.task_keys', '');

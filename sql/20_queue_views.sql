@@ -2,7 +2,7 @@
 
 CREATE VIEW stint.queues AS
 SELECT q.queue, q.lease_for, q.max_attempts, q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
-       q.budgets, q.key_retention, q.late_result, q.notify, q.comment, q.created_at
+       q.budgets, q.key_retention, q.late_result, q.notify, q.max_run_time, q.paused, q.comment, q.created_at
 FROM stint.queue_config q;
 COMMENT ON VIEW stint.queues IS 'Queues and their settings';
 
@@ -10,26 +10,31 @@ CREATE VIEW stint.tasks AS
 SELECT f.queue, f.id,
        p.status,
        p.why,
-       f.priority, f.agent, f.tokens, p.attempt, p.worker,
+       coalesce(p.priority, f.priority) AS priority, f.agent, f.tokens, p.attempt, p.worker,
        f.enqueued_at, p.run_at, p.started_at, p.expires_at, p.finished_at,
        f.key, f.labels, p.progress
 FROM stint.task_facts f
 CROSS JOIN LATERAL (
-    SELECT 'ready' AS status, NULL::text AS why, w.attempt, NULL::text AS worker, NULL::timestamptz AS run_at,
+    SELECT 'ready' AS status,
+           (SELECT 'queue paused'::text FROM stint.queue_config q WHERE q.queue = w.queue AND q.paused) AS why, w.priority, w.attempt, NULL::text AS worker, NULL::timestamptz AS run_at,
            NULL::timestamptz AS started_at, NULL::timestamptz AS expires_at, NULL::timestamptz AS finished_at, NULL::jsonb AS progress
     FROM stint.place_ready w WHERE w.queue = f.queue AND w.id = f.id
     UNION ALL
-    SELECT 'scheduled', CASE WHEN s.attempt = 0 THEN 'delayed' ELSE 'retry' END, s.attempt, NULL, s.run_at, NULL, NULL, NULL, NULL
+    SELECT 'scheduled', CASE WHEN s.attempt = 0 THEN 'delayed'
+                                WHEN (SELECT a.ended FROM stint.task_attempts a WHERE a.queue = s.queue AND a.id = s.id AND a.attempt = s.attempt) = 'snoozed'
+                                THEN 'snoozed' ELSE 'retry' END, s.priority, s.attempt, NULL, s.run_at, NULL, NULL, NULL, NULL
     FROM stint.place_scheduled s WHERE s.queue = f.queue AND s.id = f.id
     UNION ALL
-    SELECT 'running', CASE WHEN r.cancel_requested THEN 'cancel requested' END, r.attempt, r.worker, NULL, r.started_at,
+    SELECT 'running', CASE WHEN r.cancel_requested THEN 'cancel requested' END, r.priority, r.attempt, r.worker, NULL, r.started_at,
            coalesce(r.extended_until, r.expires_at), NULL, r.progress
     FROM stint.place_running r WHERE r.queue = f.queue AND r.id = f.id
     UNION ALL
-    SELECT o.outcome, o.error, o.attempt, NULL, NULL, NULL, NULL, o.finished_at, NULL
+    SELECT o.outcome, o.error, NULL, o.attempt, NULL, NULL, NULL, NULL, o.finished_at, NULL
     FROM stint.task_outcomes o WHERE o.queue = f.queue AND o.id = f.id
 ) p;
-COMMENT ON VIEW stint.tasks IS 'Every task with its status: scheduled, ready, running, completed, failed or cancelled, and why. Payloads are in stint.task_payloads';
+COMMENT ON VIEW stint.tasks IS
+'Every task with its status: scheduled, ready, running, completed, failed or cancelled, and why. priority: as stint.reprioritize left it, while the task lives.
+Find tasks by label with labels @> ''{"customer": 7}'': with a queue and a time or status beside it, since no index is kept on labels. Payloads are in stint.task_payloads';
 
 CREATE VIEW stint.task_payloads AS
 SELECT f.queue, f.id, f.payload, o.result
@@ -38,7 +43,7 @@ LEFT JOIN stint.task_outcomes o ON o.queue = f.queue AND o.id = f.id;
 COMMENT ON VIEW stint.task_payloads IS 'What each task was given and, once completed, what came of it; granted apart from stint.tasks';
 
 CREATE VIEW stint.attempts AS
-SELECT a.queue, a.id, a.attempt, a.ended, a.worker, f.agent, a.started_at, a.ended_at, a.ended_at - a.started_at AS run_time, a.error,
+SELECT a.queue, a.id, a.attempt, a.ended, a.worker, f.agent, a.started_at, a.ended_at, a.ended_at - a.started_at AS run_time, a.heartbeat_gap, a.error,
        coalesce(a.run_id, u.run_id) AS run_id, coalesce(a.trace_id, u.trace_id) AS trace_id, coalesce(a.model, u.model) AS model,
        f.tokens AS predicted_tokens,
        CASE WHEN u.attempt IS NULL THEN a.input_tokens ELSE coalesce(a.input_tokens, 0) + coalesce(u.input_tokens, 0) END AS input_tokens,
@@ -52,10 +57,10 @@ SELECT a.queue, a.id, a.attempt, a.ended, a.worker, f.agent, a.started_at, a.end
 FROM stint.task_attempts a
 JOIN stint.task_facts f ON f.queue = a.queue AND f.id = a.id
 LEFT JOIN stint.usage_late u ON u.queue = a.queue AND u.id = a.id AND u.attempt = a.attempt AND u.key = 'callback';
-COMMENT ON VIEW stint.attempts IS 'Every ended attempt: how it ended (completed, failed, cancelled, released, lapsed), its run and trace id, tokens and cost, usage that came late included';
+COMMENT ON VIEW stint.attempts IS 'Every ended attempt: how it ended (completed, failed, cancelled, released, snoozed, lapsed), its run and trace id, tokens and cost, usage that came late included';
 
 CREATE VIEW stint.queue_stats AS
-SELECT q.queue,
+SELECT q.queue, q.paused,
        (SELECT count(*) FROM stint.place_scheduled s WHERE s.queue = q.queue) AS scheduled,
        (SELECT count(*) FROM stint.place_ready w WHERE w.queue = q.queue) AS ready,
        (SELECT count(*) FROM stint.place_running r WHERE r.queue = q.queue) AS running,
@@ -70,4 +75,4 @@ LEFT JOIN (
            count(*) FILTER (WHERE t.outcome = 'cancelled') AS cancelled
     FROM stint.task_outcomes t GROUP BY t.queue
 ) o ON o.queue = q.queue;
-COMMENT ON VIEW stint.queue_stats IS 'Tasks of each queue by status, and since when the oldest ready one waits';
+COMMENT ON VIEW stint.queue_stats IS 'Tasks of each queue by status, whether it is paused, and since when the oldest ready one waits';

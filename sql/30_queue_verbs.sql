@@ -12,12 +12,14 @@ CREATE FUNCTION stint.create_queue(
     key_retention interval DEFAULT '7 days',
     late_result text DEFAULT 'accept',
     notify boolean DEFAULT true,
-    comment text DEFAULT NULL
+    comment text DEFAULT NULL,
+    max_run_time interval DEFAULT NULL,
+    paused boolean DEFAULT false
 ) RETURNS void
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'create_queue_wrapper';
-REVOKE ALL ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text) FROM PUBLIC;
-COMMENT ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text) IS
+REVOKE ALL ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text, interval, boolean) FROM PUBLIC;
+COMMENT ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text, interval, boolean) IS
 'Makes a queue.
 lease_for: how long a claim holds a task unless the task or the claim says otherwise; longer than the worker''s worst pause.
 max_attempts: attempts that may fail or lapse before the task fails.
@@ -26,6 +28,7 @@ budgets: budgets every task of the queue draws on.
 key_retention: how long an idempotency key is kept at least; never shorter than its task lives.
 late_result: ''accept'' takes the result of a lapsed lease while nobody else has the task; ''reject'' does not.
 notify: whether changes ring the channel stint_queue (a coalesced doorbell sent by the maintenance worker, never by your transaction).
+max_run_time: the longest an attempt may run: no heartbeat keeps its lease longer, so the sweep takes it back (the attempt counts). paused: whether claims find nothing for now.
 Errors: 42710 the queue exists; 42704 unknown budget; 22023 a value out of its bounds.';
 
 CREATE FUNCTION stint.create_budget(
@@ -55,17 +58,18 @@ CREATE FUNCTION stint.enqueue(
     budgets text[] DEFAULT NULL,
     max_attempts int DEFAULT NULL,
     lease_for interval DEFAULT NULL,
-    labels jsonb DEFAULT NULL
+    labels jsonb DEFAULT NULL,
+    max_run_time interval DEFAULT NULL
 ) RETURNS uuid
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'enqueue_wrapper';
-REVOKE ALL ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], int, interval, jsonb) FROM PUBLIC;
-COMMENT ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], int, interval, jsonb) IS
+REVOKE ALL ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], int, interval, jsonb, interval) FROM PUBLIC;
+COMMENT ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], int, interval, jsonb, interval) IS
 'Adds a task to a queue and returns its id, a UUIDv7. The payload reaches the worker byte for byte as jsonb keeps it.
 priority: higher is claimed sooner. run_at or delay: not before that instant, or that long from now.
 key: at most one task for each queue and key while the key is kept; a repeat returns the id of the first and changes nothing.
 agent: who the work is for, for accounting. tokens: predicted tokens, reserved of every budget while the task runs.
-budgets: budgets it draws on beside its queue''s. max_attempts, lease_for: in place of the queue''s. labels: anything you want to find it by.
+budgets: budgets it draws on beside its queue''s. max_attempts, lease_for, max_run_time: in place of the queue''s. labels: anything you want to find it by.
 Waits for: another transaction that holds the same key. Sends no NOTIFY.
 Errors: 42704 unknown queue or budget; 54000 over a limit, or a prediction above a budget''s capacity; 22023 a value out of its bounds.';
 
@@ -86,15 +90,18 @@ CREATE FUNCTION stint.claim(
     worker text,
     max int DEFAULT 1,
     lease_for interval DEFAULT NULL,
-    wait interval DEFAULT NULL
+    wait interval DEFAULT NULL,
+    agents text[] DEFAULT NULL
 ) RETURNS TABLE (queue text, id uuid, attempt int, lease uuid, payload jsonb, priority int, agent text, tokens bigint, labels jsonb, enqueued_at timestamptz, expires_at timestamptz, expires_in_ms bigint)
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'claim_wrapper';
-REVOKE ALL ON FUNCTION stint.claim(text, text, int, interval, interval) FROM PUBLIC;
-COMMENT ON FUNCTION stint.claim(text, text, int, interval, interval) IS
+REVOKE ALL ON FUNCTION stint.claim(text, text, int, interval, interval, text[]) FROM PUBLIC;
+COMMENT ON FUNCTION stint.claim(text, text, int, interval, interval, text[]) IS
 'Takes at most max tasks under a lease each, by priority (descending), then enqueue order; only tasks whose budgets all have room.
 worker: who runs them, as shown in stint.tasks. lease_for: in place of the task''s or the queue''s.
 wait: sleep in the server until a task is there, at most so long (and at most stint.max_wait); one waiter is woken for each task. Give waiters a connection pool of their own.
+agents: only tasks for these agents, 1 to 100 of them; others are neither held up nor moved. A wait for some agents looks ten times a second, since no wake-up is meant for it.
+A paused queue yields nothing.
 lease is a secret: it is the right to end this attempt. expires_in_ms counts from the claim.
 An empty claim writes nothing. Use in FROM. Never waits for other sessions'' rows.
 Errors: 42704 unknown queue; 25001 wait under REPEATABLE READ; 40001 under REPEATABLE READ when another session took the row; 0A000 when a transaction that claimed budgeted tasks is prepared.';
@@ -112,7 +119,7 @@ LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'extend_wrapper';
 REVOKE ALL ON FUNCTION stint.extend(text, uuid, uuid, interval, jsonb, text, text) FROM PUBLIC;
 COMMENT ON FUNCTION stint.extend(text, uuid, uuid, interval, jsonb, text, text) IS
-'The heartbeat: the lease now ends duration from now (by default as long as it was granted for).
+'The heartbeat: the lease now ends duration from now (by default as long as it was granted for), but never after the attempt''s max_run_time.
 status: ''held''; ''cancel_requested'' (still held: stop, then fail or release); ''lost'' (another attempt may run: stop).
 progress, run_id, trace_id: kept and shown in stint.tasks and, for a worker that dies, in stint.attempts.
 A lease past its time that was not swept yet is extended. Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
@@ -203,8 +210,9 @@ LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'sweep_wrapper';
 REVOKE ALL ON FUNCTION stint.sweep(int) FROM PUBLIC;
 COMMENT ON FUNCTION stint.sweep(int) IS
-'Takes back at most max tasks whose lease has lapsed: the attempt counts, the task is claimable again at once, or fails when its attempts are used up.
-The maintenance worker does this all the time; call it where none runs. Rows that another session holds are left for the next round. Use in FROM.';
+'Takes back at most max tasks whose lease has lapsed, in the order of their times: the attempt counts, the task is claimable again at once, or fails when its attempts are used up.
+The maintenance worker does this all the time; call it where none runs. Rows that another session holds are left for the next round.
+A task that cannot be taken back (somebody''s trigger raises, say) is set aside for the round and told in a WARNING; those behind it are rescued all the same. Use in FROM.';
 
 CREATE FUNCTION stint.promote(
     max int DEFAULT 1000

@@ -9,8 +9,11 @@ AS $$
         UNION ALL SELECT r.queue, r.id, 'running', r.lane, r.attempt - 1, r.counted FROM stint.place_running r
     ), ended AS (
         SELECT a.queue, a.id, count(*) AS attempts, max(a.attempt) AS last,
-               count(*) FILTER (WHERE a.ended IN ('failed', 'lapsed')) AS counted
-        FROM stint.task_attempts a GROUP BY a.queue, a.id
+               count(*) FILTER (WHERE a.ended IN ('failed', 'lapsed') AND a.attempt > coalesce(t.attempt, 0)) AS counted
+        FROM stint.task_attempts a
+        LEFT JOIN (SELECT r.queue, r.id, max(r.attempt) AS attempt FROM stint.task_retries r GROUP BY r.queue, r.id) t
+               ON t.queue = a.queue AND t.id = a.id
+        GROUP BY a.queue, a.id
     )
     SELECT 'a live task is in exactly one place, a finished one in none', f.queue, f.id,
            coalesce('in ' || string_agg(p.place, ', '), 'in no place') || coalesce(', outcome ' || o.outcome, ', no outcome')
@@ -25,7 +28,8 @@ AS $$
           UNION ALL SELECT o.queue, o.id, 'outcome' FROM stint.task_outcomes o
           UNION ALL SELECT e.queue, e.id, 'attempts' FROM ended e
           UNION ALL SELECT k.queue, k.id, 'key ' || k.key FROM stint.task_keys k
-          UNION ALL SELECT u.queue, u.id, 'late usage' FROM stint.usage_late u) x
+          UNION ALL SELECT u.queue, u.id, 'late usage' FROM stint.usage_late u
+          UNION ALL SELECT t.queue, t.id, 'retry ' || t.retry FROM stint.task_retries t) x
     WHERE NOT EXISTS (SELECT FROM stint.task_facts f WHERE f.queue = x.queue AND f.id = x.id)
     UNION ALL
     SELECT 'every task belongs to a queue', f.queue, f.id, 'unknown queue'
@@ -51,7 +55,14 @@ AS $$
     FROM (SELECT o.queue, o.id, o.outcome AS word FROM stint.task_outcomes o WHERE o.outcome NOT IN ('completed', 'failed', 'cancelled')
           UNION ALL
           SELECT a.queue, a.id, a.ended FROM stint.task_attempts a
-          WHERE a.ended NOT IN ('completed', 'failed', 'cancelled', 'released', 'lapsed')) x
+          WHERE a.ended NOT IN ('completed', 'failed', 'cancelled', 'released', 'snoozed', 'lapsed')) x
+    UNION ALL
+    SELECT 'a ready row names the agent of its task', w.queue, w.id, coalesce(w.agent, 'none') || ' in place of ' || coalesce(f.agent, 'none')
+    FROM stint.place_ready w JOIN stint.task_facts f ON f.queue = w.queue AND f.id = w.id
+    WHERE w.agent IS DISTINCT FROM f.agent
+    UNION ALL
+    SELECT 'a lease ends by the deadline of its attempt', r.queue, r.id, coalesce(r.extended_until, r.expires_at) || ' is after ' || r.deadline
+    FROM stint.place_running r WHERE coalesce(r.extended_until, r.expires_at) > r.deadline
     UNION ALL
     SELECT 'no lease is granted twice', r.queue, r.id, 'running under the lease of attempt ' || a.attempt
     FROM stint.place_running r JOIN stint.task_attempts a ON a.queue = r.queue AND a.id = r.id AND a.lease = r.lease

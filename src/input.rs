@@ -178,3 +178,8 @@ pub fn money(argument: &str, value: Option<crate::values::RawNumeric>) -> Option
     }
     value
 }
+
+/// The longest an attempt may run, in microseconds: at least as long as the shortest lease.
+pub fn run_time(argument: &str, value: RawInterval) -> i64 {
+    duration(argument, value, SHORTEST_LEASE, guc::max_delay_s(), "stint.max_delay")
+}

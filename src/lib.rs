@@ -8,6 +8,7 @@ mod errors;
 mod guc;
 mod input;
 mod queue;
+mod savepoint;
 mod shmem;
 mod snapshot;
 mod spi;
@@ -27,7 +28,8 @@ extension_sql_file!("../sql/10_queue_tables.sql", name = "queue_tables", require
 extension_sql_file!("../sql/20_queue_views.sql", name = "queue_views", requires = ["queue_tables"]);
 extension_sql_file!("../sql/30_queue_verbs.sql", name = "queue_verbs", requires = ["queue_views"]);
 extension_sql_file!("../sql/35_schedules.sql", name = "schedules", requires = ["queue_verbs"]);
-extension_sql_file!("../sql/40_state.sql", name = "state", requires = ["schedules"]);
+extension_sql_file!("../sql/35_queue_operations.sql", name = "queue_operations", requires = ["schedules"]);
+extension_sql_file!("../sql/40_state.sql", name = "state", requires = ["queue_operations"]);
 extension_sql_file!("../sql/50_changelog.sql", name = "changelog", requires = ["state"]);
 extension_sql_file!("../sql/55_snapshot.sql", name = "snapshot", requires = ["changelog"]);
 extension_sql_file!("../sql/70_worker.sql", name = "worker", requires = ["snapshot"]);

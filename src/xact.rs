@@ -85,6 +85,7 @@ unsafe extern "C-unwind" fn on_xact(event: XactEvent::Type, _arg: *mut c_void) {
             budgets::PENDING.with(|p| p.drain(budgets::commit));
             config::PENDING.with(|p| p.drain(config::commit));
             heads::PENDING.with(|p| p.drain(heads::commit));
+            heads::GONE.with(|p| p.drain(heads::remove));
             heads::RESCANS.with(|p| p.drain(heads::rescanned));
             bells::PENDING.with(|p| p.drain(bells::commit));
             waiters::PENDING.with(|p| p.drain(waiters::commit));
@@ -94,6 +95,7 @@ unsafe extern "C-unwind" fn on_xact(event: XactEvent::Type, _arg: *mut c_void) {
             budgets::PENDING.with(|p| p.drain(budgets::abort));
             config::PENDING.with(|p| p.drain(config::abort));
             heads::PENDING.with(|p| p.drain(|_| ()));
+            heads::GONE.with(|p| p.drain(|_| ()));
             heads::RESCANS.with(|p| p.drain(|_| ()));
             bells::PENDING.with(|p| p.drain(|_| ()));
             waiters::PENDING.with(|p| p.drain(waiters::abort));
@@ -103,6 +105,7 @@ unsafe extern "C-unwind" fn on_xact(event: XactEvent::Type, _arg: *mut c_void) {
         XactEvent::XACT_EVENT_PREPARE => {
             heads::prepared();
             heads::PENDING.with(|p| p.drain(heads::commit));
+            heads::GONE.with(|p| p.drain(heads::remove));
             heads::RESCANS.with(|p| p.drain(heads::rescanned));
             bells::PENDING.with(|p| p.drain(|_| ()));
             waiters::PENDING.with(|p| p.drain(|_| ()));
@@ -133,6 +136,7 @@ unsafe extern "C-unwind" fn on_subxact(event: SubXactEvent::Type, me: pg_sys::Su
             budgets::PENDING.with(|p| p.reassign(me, parent));
             config::PENDING.with(|p| p.reassign(me, parent));
             heads::PENDING.with(|p| p.reassign(me, parent));
+            heads::GONE.with(|p| p.reassign(me, parent));
             heads::RESCANS.with(|p| p.reassign(me, parent));
             bells::PENDING.with(|p| p.reassign(me, parent));
             waiters::PENDING.with(|p| p.reassign(me, parent));
@@ -142,6 +146,7 @@ unsafe extern "C-unwind" fn on_subxact(event: SubXactEvent::Type, me: pg_sys::Su
             budgets::PENDING.with(|p| p.drain_sub(me, budgets::abort));
             config::PENDING.with(|p| p.drain_sub(me, config::abort));
             heads::PENDING.with(|p| p.drain_sub(me, |_| ()));
+            heads::GONE.with(|p| p.drain_sub(me, |_| ()));
             heads::RESCANS.with(|p| p.drain_sub(me, |_| ()));
             bells::PENDING.with(|p| p.drain_sub(me, |_| ()));
             waiters::PENDING.with(|p| p.drain_sub(me, waiters::abort));

@@ -64,8 +64,7 @@ fn load(session: &Session, instance: Instance) -> Vec<i32> {
     let mut truth = sums(session);
     // What this transaction has ended itself becomes free when it commits, not before.
     budgets::add_unreleased(instance, &mut truth);
-    let drifted = budgets::load(shared, instance, &truth);
-    drifted
+    budgets::load(shared, instance, &truth)
 }
 
 /// Makes sure that the live usage has been derived since the server started or rows came by other ways than the verbs, before a budgeted claim is answered.

@@ -12,11 +12,11 @@ use crate::budget::live;
 use crate::errors::Fault;
 use crate::shmem::heads::Head;
 use crate::shmem::{self, Instance, waiters};
-use crate::spi::{self, Session, Statement, arg};
+use crate::spi::{self, Rows, Session, Statement, arg};
 use crate::values::{Instant, RawInterval, RawJsonb};
-use crate::{guc, input};
+use crate::{errors, guc, input};
 use pgrx::prelude::*;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use stint_core::budget::{Candidate, Usage, admit};
 
 /// Takes the first rows of a lane's priority, from its head on, that no other session holds. The inner scan locks, the outer deletes exactly those by their place in the heap.
@@ -33,6 +33,36 @@ static TAKE: Statement = Statement::new(
     &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT8OID],
 );
 
+/// The same for the tasks of one agent, through an index of their own: tasks of other agents are neither walked nor locked, and stay where they are. The lane's
+/// head is a lower bound for the agent's rows too, since it only ever rises to the first row of any agent.
+static TAKE_AGENT: Statement = Statement::new(
+    c"delete from stint.place_ready r
+      where r.ctid = any (array(
+            select h.ctid
+            from stint.place_ready h
+            where h.queue = $1 and h.lane = $2 and h.priority = $3 and h.seq >= $4 and h.agent = $6
+            order by h.seq
+            limit $5
+            for update skip locked))
+      returning r.id, r.lane, r.priority, r.seq, r.tokens, r.attempt, r.counted",
+    &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT8OID, pg_sys::TEXTOID],
+);
+
+/// Looks, without locking, at what stands first in a lane's priority for some agents: whose turn it is, one row a task.
+static TURNS: Statement = Statement::new(
+    c"select a.agent
+      from unnest($5) as a (agent)
+      cross join lateral (
+            select h.seq
+            from stint.place_ready h
+            where h.queue = $1 and h.lane = $2 and h.priority = $3 and h.seq >= $4 and h.agent = a.agent
+            order by h.seq
+            limit $6) as r
+      order by r.seq
+      limit $6",
+    &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::TEXTARRAYOID, pg_sys::INT8OID],
+);
+
 /// Looks, without locking, at what stands first in each of the lanes and priorities, from their heads on.
 static FIRST: Statement = Statement::new(
     c"select l.lane, r.tokens
@@ -47,9 +77,25 @@ static FIRST: Statement = Statement::new(
     &[pg_sys::TEXTOID, pg_sys::INT4ARRAYOID, pg_sys::INT4ARRAYOID, pg_sys::INT8ARRAYOID, pg_sys::INT8OID],
 );
 
+/// The same for the tasks of some agents.
+static FIRST_AGENTS: Statement = Statement::new(
+    c"select l.lane, r.tokens
+      from unnest($2, $3, $4) as l (lane, priority, head)
+      cross join unnest($6) as a (agent)
+      cross join lateral (
+            select h.seq, h.tokens
+            from stint.place_ready h
+            where h.queue = $1 and h.lane = l.lane and h.priority = l.priority and h.seq >= l.head and h.agent = a.agent
+            order by h.seq
+            limit $5) as r
+      order by l.priority desc, r.seq",
+    &[pg_sys::TEXTOID, pg_sys::INT4ARRAYOID, pg_sys::INT4ARRAYOID, pg_sys::INT8ARRAYOID, pg_sys::INT8OID, pg_sys::TEXTARRAYOID],
+);
+
 /// Looked up one by one: with `id = any ($2)` a plan made while the table was small reads all tasks of the queue, for as long as it is kept.
 static FACTS: Statement = Statement::new(
-    c"select f.id, f.payload, f.labels, f.agent::text, f.enqueued_at, (extract(epoch from f.lease_for) * 1e6)::bigint
+    c"select f.id, f.payload, f.labels, f.agent::text, f.enqueued_at, (extract(epoch from f.lease_for) * 1e6)::bigint,
+             (extract(epoch from f.max_run_time) * 1e6)::bigint
       from unnest($2) as w (id)
       cross join lateral (select * from stint.task_facts t where t.queue = $1 and t.id = w.id limit 1) as f",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
@@ -57,8 +103,8 @@ static FACTS: Statement = Statement::new(
 
 static RUN: Statement = Statement::new(
     c"insert into stint.place_running
-             (queue, id, lease, lane, priority, seq, tokens, attempt, counted, started_at, expires_at, budgets, reserved, worker)
-      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)",
+             (queue, id, lease, lane, priority, seq, tokens, attempt, counted, started_at, expires_at, budgets, reserved, worker, deadline)
+      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15)",
     &[
         pg_sys::TEXTOID,
         pg_sys::UUIDOID,
@@ -74,6 +120,7 @@ static RUN: Statement = Statement::new(
         pg_sys::INT4ARRAYOID,
         pg_sys::INT8ARRAYOID,
         pg_sys::TEXTOID,
+        pg_sys::TIMESTAMPTZOID,
     ],
 );
 
@@ -84,10 +131,36 @@ struct Taken {
 }
 
 /// A claimed task, as the caller gets it.
-type Claimed = (String, pgrx::Uuid, i32, pgrx::Uuid, Option<RawJsonb>, i32, Option<String>, Option<i64>, Option<RawJsonb>, Instant, Instant, i64);
+pub type Claimed = (String, pgrx::Uuid, i32, pgrx::Uuid, Option<RawJsonb>, i32, Option<String>, Option<i64>, Option<RawJsonb>, Instant, Instant, i64);
 
-fn take(session: &Session, name: &str, lane: i32, head: Head, max: usize) -> Vec<Taken> {
-    let rows = session.run(&TAKE, &[arg(name), arg(lane), arg(head.priority), arg(head.at), arg(max as i64)]);
+fn take(session: &Session, name: &str, lane: i32, head: Head, max: usize, agents: Option<&[String]>) -> Vec<Taken> {
+    let Some(agents) = agents else {
+        return taken(&session.run(&TAKE, &[arg(name), arg(lane), arg(head.priority), arg(head.at), arg(max as i64)]));
+    };
+    // What stood first for one agent may be held by another session: the claim then turns to the others.
+    let (mut agents, mut all) = (agents.to_vec(), Vec::new());
+    while all.len() < max && !agents.is_empty() {
+        let left = (max - all.len()) as i64;
+        let turns = session.run(&TURNS, &[arg(name), arg(lane), arg(head.priority), arg(head.at), arg(agents.clone()), arg(left)]);
+        let mut shares: BTreeMap<String, usize> = BTreeMap::new();
+        (0..turns.len()).for_each(|at| *shares.entry(turns.must(at, 1)).or_default() += 1);
+        let before = agents.len();
+        for (agent, share) in shares {
+            let line = [arg(name), arg(lane), arg(head.priority), arg(head.at), arg(share as i64), arg(agent.as_str())];
+            let rows = taken(&session.run(&TAKE_AGENT, &line));
+            if rows.len() < share {
+                agents.retain(|other| *other != agent);
+            }
+            all.extend(rows);
+        }
+        if agents.len() == before {
+            break;
+        }
+    }
+    all
+}
+
+fn taken(rows: &Rows) -> Vec<Taken> {
     (0..rows.len())
         .map(|at| Taken {
             ticket: Ticket {
@@ -104,11 +177,11 @@ fn take(session: &Session, name: &str, lane: i32, head: Head, max: usize) -> Vec
 }
 
 /// Takes at most `max` rows of a lane in their order.
-fn take_lane(session: &Session, name: &str, lane: i32, max: usize) -> Vec<Taken> {
+fn take_lane(session: &Session, name: &str, lane: i32, max: usize, agents: Option<&[String]>) -> Vec<Taken> {
     let heads = lines::heads(session, name, lane);
     let mut taken = Vec::new();
     for head in &heads {
-        taken.extend(take(session, name, lane, *head, max - taken.len()));
+        taken.extend(take(session, name, lane, *head, max - taken.len(), agents));
         if taken.len() == max {
             break;
         }
@@ -128,20 +201,20 @@ fn sort(taken: &mut [Taken]) {
 }
 
 /// Takes at most `max` tasks, reserving their budgets.
-fn take_any(session: &Session, name: &str, queue: &Queue, max: usize) -> Vec<Taken> {
+fn take_any(session: &Session, name: &str, queue: &Queue, max: usize, agents: Option<&[String]>) -> Vec<Taken> {
     match queue.lanes.as_slice() {
-        [only] if only.draws.is_empty() => take_lane(session, name, only.lane, max),
-        _ => take_budgeted(session, name, queue, max),
+        [only] if only.draws.is_empty() => take_lane(session, name, only.lane, max, agents),
+        _ => take_budgeted(session, name, queue, max, agents),
     }
 }
 
-fn take_budgeted(session: &Session, name: &str, queue: &Queue, max: usize) -> Vec<Taken> {
+fn take_budgeted(session: &Session, name: &str, queue: &Queue, max: usize, agents: Option<&[String]>) -> Vec<Taken> {
     live::ensure_loaded(session, Instance::here());
     let mut open: Vec<&config::Lane> = queue.lanes.iter().collect();
     let mut all = Vec::new();
     // What stood first in a lane may be held by another session: the claim then turns to the other lanes, instead of going away empty past tasks that wait there.
     while all.len() < max && !open.is_empty() {
-        let (taken, short) = take_round(session, name, queue, &mut open, max - all.len());
+        let (taken, short) = take_round(session, name, queue, &mut open, max - all.len(), agents);
         all.extend(taken);
         if short.is_empty() {
             break;
@@ -157,7 +230,14 @@ fn take_budgeted(session: &Session, name: &str, queue: &Queue, max: usize) -> Ve
 }
 
 /// Takes what now stands first in the open lanes and has room, and names the lanes that yielded less than they showed. Lanes without room are closed.
-fn take_round(session: &Session, name: &str, queue: &Queue, open: &mut Vec<&config::Lane>, max: usize) -> (Vec<Taken>, Vec<i32>) {
+fn take_round(
+    session: &Session,
+    name: &str,
+    queue: &Queue,
+    open: &mut Vec<&config::Lane>,
+    max: usize,
+    agents: Option<&[String]>,
+) -> (Vec<Taken>, Vec<i32>) {
     let instance = Instance::here();
     let shared = shmem::required();
     let nothing = (Vec::new(), Vec::new());
@@ -165,7 +245,9 @@ fn take_round(session: &Session, name: &str, queue: &Queue, open: &mut Vec<&conf
     let limits: Vec<_> = queue.budgets.iter().map(|budget| budget.limit).collect();
 
     // A lane none of whose budgets has room for another running task is not looked at at all.
-    let usage = shmem::budgets::usage(shared, instance, &numbers);
+    let mut usage = shmem::budgets::usage(shared, instance, &numbers);
+    let freed = shmem::budgets::released_here(instance, &numbers);
+    usage.iter_mut().zip(freed).for_each(|(usage, freed)| *usage = usage.minus(freed));
     let one = Usage { running: 1, tokens: 0 };
     open.retain(|lane| lane.draws.iter().all(|budget| limits[*budget].holds(usage[*budget].plus(one))));
     if open.is_empty() {
@@ -178,7 +260,11 @@ fn take_round(session: &Session, name: &str, queue: &Queue, open: &mut Vec<&conf
     }
     let (lanes, priorities): (Vec<i32>, Vec<i32>) = heads.iter().map(|(lane, head)| (*lane, head.priority)).unzip();
     let starts: Vec<i64> = heads.iter().map(|(_, head)| head.at).collect();
-    let first = session.run(&FIRST, &[arg(name), arg(lanes.clone()), arg(priorities), arg(starts), arg(max as i64)]);
+    let line = [arg(name), arg(lanes.clone()), arg(priorities), arg(starts), arg(max as i64)];
+    let first = match agents {
+        None => session.run(&FIRST, &line),
+        Some(agents) => session.run(&FIRST_AGENTS, &[line.as_slice(), &[arg(agents.to_vec())]].concat()),
+    };
     let candidates: Vec<Candidate> = (0..first.len())
         .filter_map(|at| {
             let lane: i32 = first.must(at, 1);
@@ -200,7 +286,7 @@ fn take_round(session: &Session, name: &str, queue: &Queue, open: &mut Vec<&conf
         if promised.is_empty() {
             continue;
         }
-        let rows = take_lane(session, name, lane.lane, promised.len());
+        let rows = take_lane(session, name, lane.lane, promised.len(), agents);
         let waiting: Vec<Candidate> = rows.iter().map(|row| Candidate { lane: 0, tokens: row.ticket.tokens }).collect();
         let kept = shmem::budgets::reserve(shared, instance, &numbers, |usage| {
             for candidate in &promised {
@@ -230,7 +316,7 @@ fn reservation(queue: &Queue, ticket: &Ticket) -> (Option<Vec<i32>>, Option<Vec<
 }
 
 /// Starts an attempt of each taken task.
-fn start(session: &Session, name: &str, queue: &Queue, taken: &[Taken], worker: &str, lease_for: Option<i64>, now: Instant) -> Vec<Claimed> {
+fn start(session: &Session, name: &str, queue: &Queue, taken: &[Taken], wish: &Wish, now: Instant) -> Vec<Claimed> {
     let facts = session.run(&FACTS, &[arg(name), arg(taken.iter().map(|row| row.ticket.id).collect::<Vec<_>>())]);
     let by_id: HashMap<[u8; 16], usize> = (0..facts.len()).map(|at| (*facts.must::<pgrx::Uuid>(at, 1).as_bytes(), at)).collect();
     taken
@@ -239,7 +325,8 @@ fn start(session: &Session, name: &str, queue: &Queue, taken: &[Taken], worker: 
             let at = *by_id.get(ticket.id.as_bytes())?;
             let lease = pgrx::Uuid::from_bytes(stint_core::ids::lease());
             let attempt = ticket.attempt.saturating_add(1);
-            let lasts = lease_for.or_else(|| facts.get(at, 6)).unwrap_or(queue.lease);
+            let longest: Option<i64> = facts.get(at, 7).or(queue.max_run_time);
+            let lasts = wish.lease_for.or_else(|| facts.get(at, 6)).unwrap_or(queue.lease).min(longest.unwrap_or(i64::MAX));
             let expires = now.plus(lasts);
             let (budgets, reserved) = reservation(queue, ticket);
             shmem::heads::lower(Instance::here(), shmem::heads::RUNNING, 0, expires.0);
@@ -259,7 +346,8 @@ fn start(session: &Session, name: &str, queue: &Queue, taken: &[Taken], worker: 
                     arg(expires),
                     arg(budgets),
                     arg(reserved),
-                    arg(worker),
+                    arg(wish.worker),
+                    arg(longest.map(|longest| now.plus(longest))),
                 ],
             );
             Some((
@@ -280,21 +368,56 @@ fn start(session: &Session, name: &str, queue: &Queue, taken: &[Taken], worker: 
         .collect()
 }
 
+/// What a claim asks for.
+pub struct Wish<'a> {
+    /// Who runs the tasks.
+    pub worker: &'a str,
+    /// The most tasks.
+    pub max: usize,
+    /// Their lease in microseconds, in place of the task's or the queue's.
+    pub lease_for: Option<i64>,
+    /// The agents whose tasks are asked for; any task where none are named.
+    pub agents: Option<Vec<String>>,
+}
+
+/// The most agents a claim may name: each costs a look at the index in every lane and priority.
+const MOST_AGENTS: usize = 100;
+
+/// The agents of a claim, checked.
+pub fn checked_agents(agents: Option<Vec<Option<String>>>) -> Option<Vec<String>> {
+    let agents = input::names("agents", Some(agents?));
+    if agents.is_empty() || agents.len() > MOST_AGENTS {
+        errors::invalid(
+            format!("argument \"agents\" names {} agents, it must be from 1 to {MOST_AGENTS}", agents.len()),
+            "Name the agents whose tasks to claim, or leave agents out to claim any task.",
+        )
+    }
+    Some(agents)
+}
+
 /// One try: claims what is there now.
-fn try_claim(name: &str, queue: &Queue, worker: &str, max: usize, lease_for: Option<i64>) -> Vec<Claimed> {
+pub fn try_claim(session: &Session, name: &str, queue: &Queue, wish: &Wish) -> Vec<Claimed> {
+    if queue.paused {
+        return Vec::new();
+    }
+    let taken = take_any(session, name, queue, wish.max, wish.agents.as_deref());
+    if taken.is_empty() {
+        return Vec::new();
+    }
+    waiters::taken(queue.number, taken.len());
+    store::announce(queue, 0);
+    start(session, name, queue, &taken, wish, Instant::now())
+}
+
+fn find_and_try(name: &str, wish: &Wish) -> Vec<Claimed> {
     spi::connect(|session| {
-        let taken = take_any(session, name, queue, max);
-        if taken.is_empty() {
-            return Vec::new();
-        }
-        waiters::taken(queue.number, taken.len());
-        store::announce(queue, 0);
-        start(session, name, queue, &taken, worker, lease_for, Instant::now())
+        let queue = config::find(session, name);
+        try_claim(session, name, &queue, wish)
     })
 }
 
 /// Claims, sleeping in the server until something is there or the wait is over.
-fn wait_and_claim(name: &str, worker: &str, max: usize, lease_for: Option<i64>, wait: i64, fcinfo: pg_sys::FunctionCallInfo) -> Vec<Claimed> {
+fn wait_and_claim(name: &str, wish: &Wish, wait: i64, fcinfo: pg_sys::FunctionCallInfo) -> Vec<Claimed> {
     // SAFETY: reads this transaction's isolation level.
     if unsafe { pg_sys::XactIsoLevel } >= pg_sys::XACT_REPEATABLE_READ as i32 {
         Fault::new(PgSqlErrorCode::ERRCODE_ACTIVE_SQL_TRANSACTION, "claim cannot wait in a transaction that keeps one snapshot")
@@ -302,11 +425,12 @@ fn wait_and_claim(name: &str, worker: &str, max: usize, lease_for: Option<i64>, 
             .raise()
     }
     let until = Instant::now().plus(wait);
+    // A wake-up is for one task. A session that waits for some agents only would swallow it where the task is for another, so it does not stand among the
+    // sleepers but looks by itself.
     let number = spi::connect(|session| config::find(session, name).number);
-    let waiter = waiters::Waiter::join(number);
+    let waiter = wish.agents.is_none().then(|| waiters::Waiter::join(number));
     loop {
-        let queue = spi::connect(|session| config::find(session, name));
-        let claimed = try_claim(name, &queue, worker, max, lease_for);
+        let claimed = find_and_try(name, wish);
         let left = until.ms_since(Instant::now());
         if !claimed.is_empty() || left <= 0 {
             return claimed;
@@ -315,7 +439,10 @@ fn wait_and_claim(name: &str, worker: &str, max: usize, lease_for: Option<i64>, 
         if horizon::may_let_go(fcinfo) {
             horizon::let_go();
         }
-        waiter.sleep(left);
+        match &waiter {
+            Some(waiter) => waiter.sleep(left),
+            None => waiters::doze(left),
+        }
     }
 }
 
@@ -327,6 +454,7 @@ fn claim(
     max: Option<i32>,
     lease_for: Option<RawInterval>,
     wait: Option<RawInterval>,
+    agents: Option<Vec<Option<String>>>,
     fcinfo: pg_sys::FunctionCallInfo,
 ) -> TableIterator<
     'static,
@@ -348,15 +476,14 @@ fn claim(
     shmem::required();
     let name = input::name("queue", queue);
     let worker = input::name("worker", worker);
-    let max = input::batch("max", max);
-    let lease_for = lease_for.map(|lease| input::lease("lease_for", lease));
+    let wish = Wish {
+        worker,
+        max: input::batch("max", max),
+        lease_for: lease_for.map(|lease| input::lease("lease_for", lease)),
+        agents: checked_agents(agents),
+    };
     let wait = wait.map_or(0, |wait| input::duration("wait", wait, 0, guc::max_wait_s(), "stint.max_wait"));
     let _owner = spi::Identity::owner();
-    let claimed = if wait > 0 {
-        wait_and_claim(name, worker, max, lease_for, wait, fcinfo)
-    } else {
-        let queue = spi::connect(|session| config::find(session, name));
-        try_claim(name, &queue, worker, max, lease_for)
-    };
+    let claimed = if wait > 0 { wait_and_claim(name, &wish, wait, fcinfo) } else { find_and_try(name, &wish) };
     TableIterator::new(claimed)
 }

@@ -1,7 +1,7 @@
 //! What a backend knows of a queue: its settings, its lanes and the budgets these draw on. Read once, kept until a committed change moves the configuration's
 //! generation; never kept by a transaction that changed it or that reads with an old snapshot.
 
-use crate::errors;
+use crate::errors::{self, Fault};
 use crate::shmem::{self, Instance, config};
 use crate::spi::{Session, Statement, arg};
 use crate::values::Instant;
@@ -23,7 +23,9 @@ static QUEUE: Statement = Statement::new(
              (extract(epoch from q.key_retention) * 1e6)::bigint,
              q.late_result = 'accept',
              q.notify,
-             array(select b.number from stint.budget_config b where b.budget = any (q.budgets) order by b.number)
+             array(select b.number from stint.budget_config b where b.budget = any (q.budgets) order by b.number),
+             (extract(epoch from q.max_run_time) * 1e6)::bigint,
+             q.paused
       from stint.queue_config q
       where q.queue = $1",
     &[pg_sys::TEXTOID],
@@ -78,6 +80,12 @@ pub struct Queue {
     pub late_accepted: bool,
     /// Whether its doorbell rings.
     pub notify: bool,
+    /// The longest an attempt may run, in microseconds.
+    pub max_run_time: Option<i64>,
+    /// Whether claims find nothing.
+    pub paused: bool,
+    /// The configuration's generation before this was read; 0 where it was not read to be kept.
+    generation: u64,
     /// The numbers of the queue's own budgets.
     pub own_budgets: Vec<i32>,
     /// Every budget that some lane draws on, by number.
@@ -116,7 +124,7 @@ pub fn lookup(session: &Session, name: &str) -> Option<Rc<Queue>> {
     // SAFETY: reads this transaction's isolation level.
     let old_snapshot = unsafe { pg_sys::XactIsoLevel } >= pg_sys::XACT_REPEATABLE_READ as i32;
     if old_snapshot || config::changed_here() {
-        return read(session, name).map(Rc::new);
+        return read(session, name, 0).map(Rc::new);
     }
     let generation = config::generation(shmem::required());
     // DROP EXTENSION moves no generation, but the next CREATE EXTENSION is another instance.
@@ -131,7 +139,7 @@ pub fn lookup(session: &Session, name: &str) -> Option<Rc<Queue>> {
     if kept.is_some() {
         return kept;
     }
-    let queue = Rc::new(read(session, name)?);
+    let queue = Rc::new(read(session, name, generation)?);
     CACHE.with_borrow_mut(|cache| cache.queues.insert(name.to_string(), queue.clone()));
     Some(queue)
 }
@@ -143,7 +151,7 @@ fn unknown(session: &Session, name: &str) -> ! {
     errors::unknown("queue", name, near, "The view stint.queues lists them; stint.create_queue makes one.")
 }
 
-fn read(session: &Session, name: &str) -> Option<Queue> {
+fn read(session: &Session, name: &str, generation: u64) -> Option<Queue> {
     let row = session.run(&QUEUE, &[arg(name)]);
     if row.is_empty() {
         return None;
@@ -170,10 +178,32 @@ fn read(session: &Session, name: &str) -> Option<Queue> {
         key_retention: row.must(0, 8),
         late_accepted: row.must(0, 9),
         notify: row.must(0, 10),
+        max_run_time: row.get(0, 12),
+        paused: row.must(0, 13),
+        generation,
         own_budgets,
         budgets,
         lanes,
     })
+}
+
+static STANDS: Statement = Statement::new(c"select q.number from stint.queue_config q where q.queue = $1", &[pg_sys::TEXTOID]);
+
+/// Makes sure, once a task's facts are written, that its queue was not dropped since it was read: `drop_queue` commits when no such transaction is open, and
+/// whoever comes later sees another generation.
+pub fn still_stands(session: &Session, name: &str, queue: &Queue) {
+    if queue.generation == config::generation(shmem::required()) {
+        return;
+    }
+    match session.run_latest(&STANDS, &[arg(name)]).get::<i32>(0, 1) {
+        None => unknown(session, name),
+        Some(number) if number != queue.number => {
+            Fault::new(PgSqlErrorCode::ERRCODE_T_R_SERIALIZATION_FAILURE, format!("queue \"{name}\" was dropped and made anew"))
+                .hint("Repeat the transaction.")
+                .raise()
+        }
+        Some(_) => {}
+    }
 }
 
 /// The budgets of those numbers, by number.

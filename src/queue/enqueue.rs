@@ -9,8 +9,8 @@ use crate::{errors, guc, input, shmem};
 use pgrx::prelude::*;
 
 static FACTS: Statement = Statement::new(
-    c"insert into stint.task_facts (queue, id, lane, priority, max_attempts, tokens, enqueued_at, run_at, lease_for, agent, key, labels, payload)
-      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)",
+    c"insert into stint.task_facts (queue, id, lane, priority, max_attempts, tokens, enqueued_at, run_at, lease_for, agent, key, labels, payload, max_run_time)
+      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)",
     &[
         pg_sys::TEXTOID,
         pg_sys::UUIDOID,
@@ -25,6 +25,7 @@ static FACTS: Statement = Statement::new(
         pg_sys::TEXTOID,
         pg_sys::JSONBOID,
         pg_sys::JSONBOID,
+        pg_sys::INTERVALOID,
     ],
 );
 
@@ -52,6 +53,8 @@ pub struct Request {
     pub lease_for: Option<RawInterval>,
     /// Labels; never opened.
     pub labels: Option<RawJsonb>,
+    /// The longest an attempt may run, where not the queue's.
+    pub max_run_time: Option<RawInterval>,
 }
 
 impl Request {
@@ -67,6 +70,9 @@ impl Request {
         }
         if let Some(lease) = self.lease_for {
             input::lease("lease_for", lease);
+        }
+        if let Some(longest) = self.max_run_time {
+            input::run_time("max_run_time", longest);
         }
         if let Some(delay) = self.delay {
             input::delay("delay", delay);
@@ -134,29 +140,16 @@ pub fn store(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, reque
             arg(request.key.as_deref()),
             arg(request.labels),
             arg(request.payload),
+            arg(request.max_run_time),
         ],
     );
+    config::still_stands(session, name, queue);
     let ticket = Ticket { id, lane, priority: request.priority, tokens: request.tokens, attempt: 0, counted: 0 };
     match due {
         Some(due) => store::to_scheduled(session, name, &ticket, due),
         None => store::to_ready(session, name, &ticket),
     }
     due.is_none()
-}
-
-/// Adds a checked task to the queue of that name and returns its id; where its key is held, the holder's.
-pub fn add(session: &Session, name: &str, mut request: Request, budget_names: &[String], now: Instant) -> pgrx::Uuid {
-    let queue = config::find(session, name);
-    request.budgets = config::budget_numbers(session, budget_names);
-    let id = pgrx::Uuid::from_bytes(stint_core::ids::task());
-    if let Some(key) = &request.key
-        && let Some(earlier) = super::keys::hold(session, name, &queue, key, id, now)
-    {
-        return earlier;
-    }
-    let ready = store(session, name, &queue, id, &request, now);
-    store::announce(&queue, usize::from(ready));
-    id
 }
 
 /// See the SQL COMMENT of stint.enqueue.
@@ -174,10 +167,10 @@ fn enqueue(
     max_attempts: Option<i32>,
     lease_for: Option<RawInterval>,
     labels: Option<RawJsonb>,
+    max_run_time: Option<RawInterval>,
 ) -> pgrx::Uuid {
     shmem::required();
     let name = input::name("queue", queue);
-    let budget_names = input::names("budgets", budgets);
     let request = Request {
         payload: input::given("payload", payload),
         priority: input::given("priority", priority),
@@ -190,9 +183,34 @@ fn enqueue(
         max_attempts,
         lease_for,
         labels,
+        max_run_time,
     };
+    let budgets = input::names("budgets", budgets);
     request.check();
     let now = Instant::now();
     let _owner = spi::Identity::owner();
-    spi::connect(|session| add(session, name, request, &budget_names, now))
+    spi::connect(|session| add(session, name, request, &budgets, now, |_, _| ()).0)
+}
+
+/// Adds a checked task, unless its key is held. Returns its id, or that of the task which holds the key after `held` has looked at it, and whether it is new.
+pub fn add(
+    session: &Session,
+    name: &str,
+    mut request: Request,
+    budgets: &[String],
+    now: Instant,
+    held: impl FnOnce(pgrx::Uuid, &Request),
+) -> (pgrx::Uuid, bool) {
+    let queue = config::find(session, name);
+    request.budgets = config::budget_numbers(session, budgets);
+    let id = pgrx::Uuid::from_bytes(stint_core::ids::task());
+    if let Some(key) = &request.key
+        && let Some(earlier) = super::keys::hold(session, name, &queue, key, id, now)
+    {
+        held(earlier, &request);
+        return (earlier, false);
+    }
+    let ready = store(session, name, &queue, id, &request, now);
+    store::announce(&queue, usize::from(ready));
+    (id, true)
 }

@@ -12,7 +12,8 @@ use std::ffi::CString;
 use std::panic::AssertUnwindSafe;
 
 /// The fields an element may have.
-const FIELDS: [&str; 11] = ["payload", "priority", "run_at", "delay", "key", "agent", "tokens", "budgets", "max_attempts", "lease_for", "labels"];
+const FIELDS: [&str; 12] =
+    ["payload", "priority", "run_at", "delay", "key", "agent", "tokens", "budgets", "max_attempts", "lease_for", "labels", "max_run_time"];
 
 /// The first element that is no task: its number, and its unknown field if that is what is wrong.
 static FAULTY: Statement = Statement::new(
@@ -44,7 +45,8 @@ static TASKS: Statement = Statement::new(
              case when jsonb_typeof(e.task -> 'budgets') = 'array' then array(select jsonb_array_elements_text(e.task -> 'budgets')) end,
              e.task ->> 'max_attempts',
              e.task ->> 'lease_for',
-             nullif(e.task -> 'labels', 'null')
+             nullif(e.task -> 'labels', 'null'),
+             e.task ->> 'max_run_time'
       from jsonb_array_elements($1) with ordinality as e (task, at)
       order by e.at",
     &[pg_sys::JSONBOID],
@@ -117,7 +119,7 @@ fn value<T: FromDatum>(rows: &Rows, at: usize, column: usize, input: u32) -> Opt
 fn request(session: &Session, rows: &Rows, at: usize) -> Request {
     let numbers = (number(rows, at, 2), number(rows, at, 7), number(rows, at, 9));
     let (run_at, delay) = (value(rows, at, 3, pg_sys::F_TIMESTAMPTZ_IN), value(rows, at, 4, pg_sys::F_INTERVAL_IN));
-    let lease_for = value(rows, at, 10, pg_sys::F_INTERVAL_IN);
+    let (lease_for, max_run_time) = (value(rows, at, 10, pg_sys::F_INTERVAL_IN), value(rows, at, 12, pg_sys::F_INTERVAL_IN));
     of_task(at, None, || {
         let budgets = input::names("budgets", rows.get(at, 8));
         let request = Request {
@@ -132,6 +134,7 @@ fn request(session: &Session, rows: &Rows, at: usize) -> Request {
             max_attempts: numbers.2,
             lease_for,
             labels: rows.get(at, 11),
+            max_run_time,
         };
         request.check();
         request

@@ -69,6 +69,9 @@ fn why_ready(session: &Session, name: &str, row: &Rows) -> String {
     let queue = config::find(session, name);
     let ahead: i64 = session.run(&AHEAD, &[arg(name), arg(lane), arg(priority), arg(seq)]).must(0, 1);
     let mut reasons: Vec<String> = Vec::new();
+    if queue.paused {
+        reasons.push("the queue is paused".to_string());
+    }
     if let Some(lane) = queue.lane(lane) {
         let numbers: Vec<i32> = lane.draws.iter().map(|at| queue.budgets[*at].number).collect();
         let usage = match shmem::get() {

@@ -17,7 +17,8 @@ static END: Statement = Statement::new(
     c"delete from stint.place_running r
       where r.queue = $1 and r.id = $2 and r.lease = $3
       returning r.lane, r.priority, r.seq, r.tokens, r.attempt, r.counted, r.started_at, r.worker::text,
-                r.cancel_requested, r.reason, r.budgets, r.reserved, r.run_id::text, r.trace_id::text",
+                r.cancel_requested, r.reason, r.budgets, r.reserved, r.run_id::text, r.trace_id::text,
+                r.heartbeat_gap",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::UUIDOID],
 );
 
@@ -42,6 +43,8 @@ pub struct Ran {
     pub run_id: Option<String>,
     /// Trace id, likewise.
     pub trace_id: Option<String>,
+    /// The longest time between two heartbeats.
+    pub heartbeat_gap: Option<RawInterval>,
 }
 
 /// Deletes the running row under this lease and has its budgets released at commit. `None` where the lease is not the live one.
@@ -67,13 +70,21 @@ pub fn end(session: &Session, name: &str, queue: &config::Queue, id: pgrx::Uuid,
         reason: row.get(0, 10),
         run_id: row.get(0, 13),
         trace_id: row.get(0, 14),
+        heartbeat_gap: row.get(0, 15),
     })
 }
 
 impl Ran {
     /// The attempt's row in the making.
     pub fn attempt(&self, lease: pgrx::Uuid) -> Attempt<'_> {
-        Attempt { id: self.ticket.id, attempt: self.ticket.attempt, lease, started_at: self.started_at, worker: &self.worker }
+        Attempt {
+            id: self.ticket.id,
+            attempt: self.ticket.attempt,
+            lease,
+            started_at: self.started_at,
+            worker: &self.worker,
+            heartbeat_gap: self.heartbeat_gap,
+        }
     }
 }
 
@@ -81,6 +92,34 @@ impl Ran {
 pub fn max_attempts(session: &Session, name: &str, queue: &config::Queue, id: pgrx::Uuid) -> i32 {
     let facts = session.run(&MAX_ATTEMPTS, &[arg(name), arg(id)]);
     if facts.is_empty() { queue.max_attempts } else { facts.get(0, 1).unwrap_or(queue.max_attempts) }
+}
+
+/// A completion, as `complete`, `complete_many` and `finish_and_claim` ask for it.
+pub struct Completion<'a> {
+    /// The task.
+    pub id: pgrx::Uuid,
+    /// The lease it ran under.
+    pub lease: pgrx::Uuid,
+    /// What came of it; never opened.
+    pub result: Option<RawJsonb>,
+    /// What it used.
+    pub usage: Usage<'a>,
+}
+
+/// Ends an attempt as completed, or says what had become of it.
+pub fn complete_one(session: &Session, name: &str, queue: &config::Queue, completion: &Completion, now: Instant) -> Answer {
+    let Completion { id, lease, result, ref usage } = *completion;
+    late::decide(|| {
+        if let Some(ran) = end(session, name, queue, id, lease) {
+            let usage = usage.or_known(ran.run_id.as_deref(), ran.trace_id.as_deref());
+            store::attempt(session, name, &ran.attempt(lease), "completed", now, None, &usage);
+            let outcome = Outcome { outcome: "completed", attempt: ran.ticket.attempt, lease: Some(lease), error: None, result };
+            store::outcome(session, name, id, now, &outcome);
+            store::announce(queue, 0);
+            return Some(Answer::first("completed", result, "completed"));
+        }
+        late::call(session, &Late { name, queue, id, lease, now, call: Call::Complete, result, usage })
+    })
 }
 
 /// See the SQL COMMENT of stint.complete.
@@ -111,17 +150,7 @@ fn complete(
     let _owner = spi::Identity::owner();
     let answer = spi::connect(|session| {
         let queue = config::find(session, name);
-        late::decide(|| {
-            if let Some(ran) = end(session, name, &queue, id, lease) {
-                let usage = usage.or_known(ran.run_id.as_deref(), ran.trace_id.as_deref());
-                store::attempt(session, name, &ran.attempt(lease), "completed", now, None, &usage);
-                let outcome = Outcome { outcome: "completed", attempt: ran.ticket.attempt, lease: Some(lease), error: None, result };
-                store::outcome(session, name, id, now, &outcome);
-                store::announce(&queue, 0);
-                return Some(Answer::first("completed", result, "completed"));
-            }
-            late::call(session, &Late { name, queue: &queue, id, lease, now, call: Call::Complete, result, usage: &usage })
-        })
+        complete_one(session, name, &queue, &Completion { id, lease, result, usage }, now)
     });
     TableIterator::once((answer.outcome.to_string(), answer.result, answer.first, answer.status))
 }

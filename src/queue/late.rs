@@ -93,6 +93,15 @@ pub fn decide<T>(mut attempt: impl FnMut() -> Option<T>) -> T {
     Fault::new(PgSqlErrorCode::ERRCODE_T_R_SERIALIZATION_FAILURE, "the task keeps changing its place").hint("Repeat the transaction.").raise()
 }
 
+static KNOWN: Statement = Statement::new(c"select from stint.task_facts f where f.queue = $1 and f.id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
+
+/// An error where the queue does not know the task.
+pub fn known(session: &Session, name: &str, id: pgrx::Uuid) {
+    if session.run(&KNOWN, &[arg(name), arg(id)]).is_empty() {
+        unknown_task(name, id);
+    }
+}
+
 /// The error for a task that the queue does not know.
 pub fn unknown_task(name: &str, id: pgrx::Uuid) -> ! {
     Fault::new(PgSqlErrorCode::ERRCODE_NO_DATA_FOUND, format!("queue \"{name}\" has no task {id}"))

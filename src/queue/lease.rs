@@ -7,10 +7,12 @@ use crate::values::{Instant, RawInterval, RawJsonb};
 use crate::{input, shmem};
 use pgrx::prelude::*;
 
-/// A lease past its time but not yet swept is still the live one. It is renewed by microseconds: a day of an interval is not always 24 hours.
+/// A lease past its time but not yet swept is still the live one. `least` and `greatest` leave nulls out. It is renewed by microseconds: a day of an interval is not always 24 hours.
 static EXTEND: Statement = Statement::new(
     c"update stint.place_running r
-      set extended_until = $4 + interval '1 microsecond' * coalesce($5, (extract(epoch from r.expires_at - r.started_at) * 1000000)::bigint),
+      set extended_until = least($4 + interval '1 microsecond' * coalesce($5, (extract(epoch from r.expires_at - r.started_at) * 1000000)::bigint), r.deadline),
+          heartbeat_at = $4,
+          heartbeat_gap = greatest(r.heartbeat_gap, $4 - coalesce(r.heartbeat_at, r.started_at)),
           progress = coalesce($6, r.progress),
           run_id = coalesce($7, r.run_id),
           trace_id = coalesce($8, r.trace_id)
@@ -18,8 +20,6 @@ static EXTEND: Statement = Statement::new(
       returning r.cancel_requested, r.extended_until",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::UUIDOID, pg_sys::TIMESTAMPTZOID, pg_sys::INT8OID, pg_sys::JSONBOID, pg_sys::TEXTOID, pg_sys::TEXTOID],
 );
-
-static KNOWN: Statement = Statement::new(c"select from stint.task_facts f where f.queue = $1 and f.id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
 
 /// See the SQL COMMENT of stint.extend.
 #[pg_extern(sql = false)]
@@ -46,9 +46,7 @@ fn extend(
         config::find(session, name);
         let row = session.run(&EXTEND, &[arg(name), arg(id), arg(lease), arg(now), arg(duration), arg(progress), arg(run_id), arg(trace_id)]);
         if row.is_empty() {
-            if session.run(&KNOWN, &[arg(name), arg(id)]).is_empty() {
-                late::unknown_task(name, id);
-            }
+            late::known(session, name, id);
             return ("lost".to_string(), None, None);
         }
         let status = if row.must(0, 1) { "cancel_requested" } else { "held" };

@@ -1,21 +1,32 @@
 //! The queue: one file per verb or small family. `config` knows queues, lanes and their budgets; `store` has the inserts that several verbs share.
 
+pub mod advice;
+pub mod alter;
+pub mod annotate;
 pub mod cancel;
 pub mod claim;
+pub mod complete_many;
 pub mod config;
 pub mod create;
+pub mod drop;
 pub mod enqueue;
 pub mod enqueue_many;
+pub mod enqueue_once;
 pub mod explain;
 pub mod finish;
+pub mod finish_and_claim;
 pub mod horizon;
 pub mod keys;
 pub mod late;
 pub mod lease;
 pub mod lines;
 pub mod promote;
+pub mod purge;
 pub mod release;
 pub mod schedule;
+pub mod reprioritize;
+pub mod retry;
+pub mod snooze;
 pub mod store;
 pub mod sweep;
 pub mod usage;

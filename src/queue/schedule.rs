@@ -159,6 +159,7 @@ fn create_schedule(
         max_attempts,
         lease_for,
         labels,
+            max_run_time: None,
     };
     request.check();
     let catch_up = input::given("catch_up", catch_up);
@@ -358,11 +359,12 @@ fn fire_one(session: &Session, due: &Due, now: Instant) -> bool {
             max_attempts: row.get(0, 9),
             lease_for: row.get(0, 10),
             labels: row.get(0, 11),
+            max_run_time: None,
         };
         // The limits may be others than when the schedule was created.
         request.check();
         let budget_names: Vec<String> = row.must(0, 8);
-        note(Some(enqueue::add(session, &queue, request, &budget_names, now)), None) || errors::internal("a slot fired without its schedule's lock")
+        note(Some(enqueue::add(session, &queue, request, &budget_names, now, |_, _| ()).0), None) || errors::internal("a slot fired without its schedule's lock")
     });
     match made {
         Ok(fired) => fired,

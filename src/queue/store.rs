@@ -4,11 +4,12 @@ use super::config::Queue;
 use super::usage::Usage;
 use crate::shmem::{Instance, bells, heads, waiters};
 use crate::spi::{Session, Statement, arg};
-use crate::values::{Instant, RawJsonb};
+use crate::values::{Instant, RawInterval, RawJsonb};
 use pgrx::prelude::*;
 
 static TO_READY: Statement = Statement::new(
-    c"insert into stint.place_ready (queue, id, lane, priority, tokens, attempt, counted, seq) values ($1, $2, $3, $4, $5, $6, $7, $8)",
+    c"insert into stint.place_ready (queue, id, lane, priority, tokens, attempt, counted, seq, agent)
+      values ($1, $2, $3, $4, $5, $6, $7, $8, (select f.agent from stint.task_facts f where f.queue = $1 and f.id = $2))",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID],
 );
 
@@ -19,9 +20,9 @@ static TO_SCHEDULED: Statement = Statement::new(
 
 static ATTEMPT: Statement = Statement::new(
     c"insert into stint.task_attempts
-             (queue, id, attempt, lease, started_at, ended_at, ended, worker, error,
+             (queue, id, attempt, lease, started_at, ended_at, ended, worker, heartbeat_gap, error,
               run_id, trace_id, model, input_tokens, cached_tokens, output_tokens, model_cost, compute_cost, confidence, meta)
-      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19)",
+      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20)",
     &[
         pg_sys::TEXTOID,
         pg_sys::UUIDOID,
@@ -31,6 +32,7 @@ static ATTEMPT: Statement = Statement::new(
         pg_sys::TIMESTAMPTZOID,
         pg_sys::TEXTOID,
         pg_sys::TEXTOID,
+        pg_sys::INTERVALOID,
         pg_sys::TEXTOID,
         pg_sys::TEXTOID,
         pg_sys::TEXTOID,
@@ -109,6 +111,8 @@ pub struct Attempt<'a> {
     pub started_at: Instant,
     /// Who claimed it.
     pub worker: &'a str,
+    /// The longest time between two of its heartbeats, if there were any.
+    pub heartbeat_gap: Option<RawInterval>,
 }
 
 /// Writes the row of an ended attempt.
@@ -125,6 +129,7 @@ pub fn attempt(session: &Session, name: &str, attempt: &Attempt, ended: &str, at
             arg(at),
             arg(ended),
             arg(attempt.worker),
+            arg(attempt.heartbeat_gap),
             arg(error),
             run_id,
             trace_id,

@@ -1,30 +1,60 @@
-//! `stint.sweep`: takes back the tasks of workers that died. A lapsed attempt counts; the task is claimable again at once, or fails when its attempts are used
-//! up, or is cancelled when that was asked.
+//! `stint.sweep`: takes back the tasks of workers that died, and of attempts past their deadline. A lapsed attempt counts; the task is claimable again at once, or
+//! fails when its attempts are used up, or is cancelled when that was asked.
+//!
+//! A round takes lapsed rows in the order of their times, all in one statement. Where one of them cannot be taken back (somebody's trigger raises, a row that a
+//! DBA wrote stands in the way), that round is undone and done again row by row, each in a subtransaction: the bad ones are set aside and told in the log, the
+//! others are rescued, and so are those behind them, however many bad ones there are.
 
 use super::store::{self, Attempt, Outcome, Ticket};
 use super::usage::Usage;
 use super::{config, finish, lines};
 use crate::budget::live;
+use crate::savepoint;
 use crate::shmem::{self, heads};
-use crate::spi::{self, Statement, arg};
-use crate::values::Instant;
+use crate::spi::{self, Rows, Session, Statement, arg};
+use crate::values::{Instant, SECOND};
 use crate::{guc, input};
 use pgrx::prelude::*;
+use std::cell::RefCell;
 use std::collections::HashMap;
 
-/// Deletes lapsed running rows that no other session holds: a heartbeat or a callback under way wins, since the row is looked at again once locked.
+/// Deletes lapsed running rows that no other session holds: a heartbeat or a callback under way wins, since the row is looked at again once locked. No heartbeat
+/// moves `extended_until` past the deadline of its attempt, so nothing here needs to look at that.
 static LAPSED: Statement = Statement::new(
     c"delete from stint.place_running r
       where r.ctid = any (array(
             select d.ctid
             from stint.place_running d
-            where d.expires_at >= $3 and d.expires_at <= $1 and coalesce(d.extended_until, d.expires_at) <= $1
+            where d.expires_at >= $3 and d.expires_at <= $1 and coalesce(d.extended_until, d.expires_at) <= $1 and d.id <> all ($4)
             order by d.expires_at
             limit $2
             for update skip locked))
       returning r.queue::text, r.id, r.lease, r.lane, r.priority, r.seq, r.tokens, r.attempt, r.counted, r.started_at, r.worker::text,
-                r.cancel_requested, r.reason, r.budgets, r.reserved, r.run_id::text, r.trace_id::text",
-    &[pg_sys::TIMESTAMPTZOID, pg_sys::INT8OID, pg_sys::TIMESTAMPTZOID],
+                r.cancel_requested, r.reason, r.budgets, r.reserved, r.run_id::text, r.trace_id::text, r.heartbeat_gap, r.deadline",
+    &[pg_sys::TIMESTAMPTZOID, pg_sys::INT8OID, pg_sys::TIMESTAMPTZOID, pg_sys::UUIDARRAYOID],
+);
+
+/// The same for one row.
+static LAPSED_ONE: Statement = Statement::new(
+    c"delete from stint.place_running r
+      where r.ctid = any (array(
+            select d.ctid
+            from stint.place_running d
+            where d.queue = $2 and d.id = $3 and coalesce(d.extended_until, d.expires_at) <= $1
+            for update skip locked))
+      returning r.queue::text, r.id, r.lease, r.lane, r.priority, r.seq, r.tokens, r.attempt, r.counted, r.started_at, r.worker::text,
+                r.cancel_requested, r.reason, r.budgets, r.reserved, r.run_id::text, r.trace_id::text, r.heartbeat_gap, r.deadline",
+    &[pg_sys::TIMESTAMPTZOID, pg_sys::TEXTOID, pg_sys::UUIDOID],
+);
+
+/// Lapsed rows after one of them, in order.
+static PAGE: Statement = Statement::new(
+    c"select r.queue::text, r.id, r.expires_at
+      from stint.place_running r
+      where r.expires_at >= $2 and r.expires_at <= $1 and (r.expires_at, r.id) > ($2, $3) and coalesce(r.extended_until, r.expires_at) <= $1
+      order by r.expires_at, r.id
+      limit $4",
+    &[pg_sys::TIMESTAMPTZOID, pg_sys::TIMESTAMPTZOID, pg_sys::UUIDOID, pg_sys::INT8OID],
 );
 
 static FIRST: Statement = Statement::new(
@@ -39,56 +69,154 @@ struct Swept {
     retried: i32,
     failed: i32,
     cancelled: i32,
+    /// Tasks of each queue that are claimable again.
+    ready: HashMap<String, usize>,
 }
 
 const LAPSE: &str = "the lease ran out before the worker answered";
+const OVERRUN: &str = "the attempt ran longer than its max_run_time";
+
+/// How long the maintenance worker leaves a row alone that it could not take back, in microseconds.
+const ASIDE_FOR: i64 = 60 * SECOND;
+
+thread_local! {
+    /// Tasks this backend could not take back, and when it found out.
+    static ASIDE: RefCell<Vec<(pgrx::Uuid, Instant)>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Finishes or gives back one deleted row.
+fn take_back(session: &Session, rows: &Rows, at: usize, now: Instant, swept: &mut Swept) {
+    let name: String = rows.must(at, 1);
+    let ticket = Ticket {
+        id: rows.must(at, 2),
+        lane: rows.must(at, 4),
+        priority: rows.must(at, 5),
+        tokens: rows.get(at, 7),
+        attempt: rows.must(at, 8),
+        counted: rows.must::<i32>(at, 9).saturating_add(1),
+    };
+    let worker: String = rows.must(at, 11);
+    let (run_id, trace_id): (Option<String>, Option<String>) = (rows.get(at, 16), rows.get(at, 17));
+    let attempt = Attempt {
+        id: ticket.id,
+        attempt: ticket.attempt,
+        lease: rows.must(at, 3),
+        started_at: rows.must(at, 10),
+        worker: &worker,
+        heartbeat_gap: rows.get(at, 18),
+    };
+    let why = if rows.get::<Instant>(at, 19).is_some_and(|deadline| deadline <= now) { OVERRUN } else { LAPSE };
+    let usage = Usage::default().or_known(run_id.as_deref(), trace_id.as_deref());
+    store::attempt(session, &name, &attempt, "lapsed", now, Some(why), &usage);
+    // A queue whose settings are gone (deleted by hand) still gets its tasks back.
+    let queue = config::lookup(session, &name);
+    live::release(queue.as_ref().map_or(0, |queue| queue.number), rows.get(at, 14), rows.get(at, 15));
+    let max_attempts = queue.map_or(i32::MAX, |queue| finish::max_attempts(session, &name, &queue, ticket.id));
+    let reason: Option<String> = rows.get(at, 13);
+    let again = swept.ready.entry(name.clone()).or_default();
+    swept.lapsed += 1;
+    if rows.must(at, 12) {
+        let outcome = Outcome { outcome: "cancelled", attempt: ticket.attempt, lease: None, error: reason.as_deref(), result: None };
+        store::outcome(session, &name, ticket.id, now, &outcome);
+        swept.cancelled += 1;
+    } else if ticket.counted >= max_attempts {
+        let outcome = Outcome { outcome: "failed", attempt: ticket.attempt, lease: None, error: Some(why), result: None };
+        store::outcome(session, &name, ticket.id, now, &outcome);
+        swept.failed += 1;
+    } else {
+        store::back_to_ready(session, &name, &ticket, rows.must(at, 6));
+        swept.retried += 1;
+        *again += 1;
+    }
+}
+
+fn sweep_batch(first: i64, max: usize, now: Instant) -> Swept {
+    let aside = ASIDE.with_borrow(|aside| aside.iter().map(|(id, _)| *id).collect::<Vec<_>>());
+    let mut swept = Swept::default();
+    spi::connect(|session| {
+        let rows = session.run(&LAPSED, &[arg(now), arg(max as i64), arg(Instant(first)), arg(aside)]);
+        (0..rows.len()).for_each(|at| take_back(session, &rows, at, now, &mut swept));
+    });
+    swept
+}
+
+/// Row by row, past those that cannot be taken back.
+fn sweep_singly(first: i64, max: usize, now: Instant) -> Swept {
+    const PAGE_ROWS: usize = 100;
+    // So many bad rows one round looks past; the maintenance worker, which remembers them for a while, gets behind any number.
+    const MOST_BAD: usize = 1000;
+    let mut swept = Swept::default();
+    let mut after = (Instant(first), pgrx::Uuid::from_bytes([0; 16]));
+    let mut bad: Vec<(String, pgrx::Uuid, String)> = Vec::new();
+    loop {
+        let page: Vec<(String, pgrx::Uuid, Instant)> = spi::connect(|session| {
+            let rows = session.run(&PAGE, &[arg(now), arg(after.0), arg(after.1), arg(PAGE_ROWS as i64)]);
+            (0..rows.len()).map(|at| (rows.must(at, 1), rows.must(at, 2), rows.must(at, 3))).collect()
+        });
+        let more = page.len() == PAGE_ROWS;
+        for (name, id, expired) in page {
+            after = (expired, id);
+            if usize::try_from(swept.lapsed).unwrap_or(0) >= max || bad.len() >= max.max(MOST_BAD) {
+                report(&bad);
+                return swept;
+            }
+            if ASIDE.with_borrow(|aside| aside.iter().any(|(known, _)| known.as_bytes() == id.as_bytes())) {
+                continue;
+            }
+            let taken = savepoint::isolated(|| {
+                let mut one = Swept::default();
+                spi::connect(|session| {
+                    let rows = session.run(&LAPSED_ONE, &[arg(now), arg(name.as_str()), arg(id)]);
+                    (0..rows.len()).for_each(|at| take_back(session, &rows, at, now, &mut one));
+                });
+                one
+            });
+            match taken {
+                Ok(one) => {
+                    swept.lapsed += one.lapsed;
+                    swept.retried += one.retried;
+                    swept.failed += one.failed;
+                    swept.cancelled += one.cancelled;
+                    one.ready.into_iter().for_each(|(name, tasks)| *swept.ready.entry(name).or_default() += tasks);
+                }
+                Err(why) => {
+                    ASIDE.with_borrow_mut(|aside| aside.push((id, now)));
+                    bad.push((name, id, why));
+                }
+            }
+        }
+        if !more {
+            report(&bad);
+            return swept;
+        }
+    }
+}
+
+/// Tells of tasks that could not be taken back: how many, and the first few by name.
+fn report(bad: &[(String, pgrx::Uuid, String)]) {
+    const NAMED: usize = 5;
+    if bad.is_empty() {
+        return;
+    }
+    let named: Vec<String> = bad.iter().take(NAMED).map(|(name, id, why)| format!("task {id} of queue \"{name}\": {why}")).collect();
+    let rest = if bad.len() > NAMED { format!("; and {} more", bad.len() - NAMED) } else { String::new() };
+    ereport!(
+        PgLogLevel::WARNING,
+        PgSqlErrorCode::ERRCODE_WARNING,
+        format!("pg_stint: {} lapsed tasks could not be taken back and were set aside", bad.len()),
+        format!("{}{rest}", named.join("; "))
+    );
+}
 
 fn sweep_lapsed(max: usize) -> Swept {
     let now = Instant::now();
-    let mut swept = Swept::default();
+    let first = spi::connect(|session| lines::first_instant(session, heads::RUNNING, &FIRST));
+    let Some(first) = first.filter(|first| *first <= now.0) else { return Swept::default() };
+    let swept = savepoint::isolated(|| sweep_batch(first, max, now)).unwrap_or_else(|_| sweep_singly(first, max, now));
     spi::connect(|session| {
-        let Some(first) = lines::first_instant(session, heads::RUNNING, &FIRST).filter(|first| *first <= now.0) else { return };
-        let rows = session.run(&LAPSED, &[arg(now), arg(max as i64), arg(Instant(first))]);
-        let mut ready: HashMap<String, usize> = HashMap::new();
-        for at in 0..rows.len() {
-            let name: String = rows.must(at, 1);
-            let ticket = Ticket {
-                id: rows.must(at, 2),
-                lane: rows.must(at, 4),
-                priority: rows.must(at, 5),
-                tokens: rows.get(at, 7),
-                attempt: rows.must(at, 8),
-                counted: rows.must::<i32>(at, 9).saturating_add(1),
-            };
-            let worker: String = rows.must(at, 11);
-            let (run_id, trace_id): (Option<String>, Option<String>) = (rows.get(at, 16), rows.get(at, 17));
-            let attempt = Attempt { id: ticket.id, attempt: ticket.attempt, lease: rows.must(at, 3), started_at: rows.must(at, 10), worker: &worker };
-            let usage = Usage::default().or_known(run_id.as_deref(), trace_id.as_deref());
-            store::attempt(session, &name, &attempt, "lapsed", now, Some(LAPSE), &usage);
-            swept.lapsed += 1;
-            let again = ready.entry(name.clone()).or_default();
-            // A queue whose settings are gone (deleted by hand) still gets its tasks back.
-            let queue = config::lookup(session, &name);
-            live::release(queue.as_ref().map_or(0, |queue| queue.number), rows.get(at, 14), rows.get(at, 15));
-            let max_attempts = queue.map_or(i32::MAX, |queue| finish::max_attempts(session, &name, &queue, ticket.id));
-            let reason: Option<String> = rows.get(at, 13);
-            if rows.must(at, 12) {
-                let outcome = Outcome { outcome: "cancelled", attempt: ticket.attempt, lease: None, error: reason.as_deref(), result: None };
-                store::outcome(session, &name, ticket.id, now, &outcome);
-                swept.cancelled += 1;
-            } else if ticket.counted >= max_attempts {
-                let outcome = Outcome { outcome: "failed", attempt: ticket.attempt, lease: None, error: Some(LAPSE), result: None };
-                store::outcome(session, &name, ticket.id, now, &outcome);
-                swept.failed += 1;
-            } else {
-                store::back_to_ready(session, &name, &ticket, rows.must(at, 6));
-                swept.retried += 1;
-                *again += 1;
-            }
-        }
-        for (name, tasks) in ready {
-            if let Some(queue) = config::lookup(session, &name) {
-                store::announce(&queue, tasks);
+        for (name, tasks) in &swept.ready {
+            if let Some(queue) = config::lookup(session, name) {
+                store::announce(&queue, *tasks);
             }
         }
     });
@@ -101,11 +229,14 @@ fn sweep(max: Option<i32>) -> TableIterator<'static, (name!(lapsed, i32), name!(
     shmem::required();
     let max = input::batch("max", max);
     let _owner = spi::Identity::owner();
+    ASIDE.with_borrow_mut(Vec::clear);
     let swept = sweep_lapsed(max);
     TableIterator::once((swept.lapsed, swept.retried, swept.failed, swept.cancelled))
 }
 
 /// One bounded round for the maintenance worker.
 pub fn step() -> bool {
+    let now = Instant::now();
+    ASIDE.with_borrow_mut(|aside| aside.retain(|(_, since)| since.plus(ASIDE_FOR) > now));
     sweep_lapsed(usize::try_from(guc::max_batch()).unwrap_or(1)).lapsed > 0
 }

@@ -114,6 +114,8 @@ pub struct Rescan {
 thread_local! {
     /// The lines to lower at commit.
     pub static PENDING: Pending<Lower> = const { Pending::new() };
+    /// Lanes this transaction has dropped.
+    pub static GONE: Pending<(Instance, i32)> = const { Pending::new() };
     /// Instances this transaction has asked to look from the beginning.
     pub static RESCANS: Pending<Rescan> = const { Pending::new() };
 }
@@ -258,6 +260,25 @@ pub fn commit(lower: &Lower) {
         entry.generation += 1;
         put(entry, lower.head, i64::min);
     });
+}
+
+/// Notes that this transaction dropped a lane; its entry goes when it commits.
+pub fn gone(instance: Instance, lane: i32) {
+    GONE.with(|p| p.push((instance, lane)));
+}
+
+/// At commit: the place of a dropped lane is free for another.
+pub fn remove((instance, lane): &(Instance, i32)) {
+    let Some(shared) = super::get() else { return };
+    let key = Key { instance: *instance, lane: *lane };
+    let mut found = false;
+    let _held = super::lock(Lock::Heads);
+    // SAFETY: the table is attached and the lock held; removing neither allocates nor raises.
+    unsafe {
+        let table = TABLE.load(Ordering::Acquire);
+        pg_sys::hash_search(table, (&raw const key).cast::<c_void>(), pg_sys::HASHACTION::HASH_REMOVE, &mut found);
+    }
+    shared.heads.entries.fetch_sub(u64::from(found), Ordering::Relaxed);
 }
 
 /// Has this transaction look from the beginning, and everybody once it commits.

@@ -144,6 +144,20 @@ pub fn pass_on() {
     }
 }
 
+/// How long a session that takes no wake-ups sleeps between two looks, in milliseconds.
+const DOZE_MS: i64 = 100;
+
+/// Sleeps without a place among the sleepers, at most `left_ms`. Cancel and shutdown end it at once.
+pub fn doze(left_ms: i64) {
+    // SAFETY: this backend's own latch.
+    unsafe {
+        let events = (pg_sys::WL_LATCH_SET | pg_sys::WL_TIMEOUT | pg_sys::WL_EXIT_ON_PM_DEATH) as i32;
+        pg_sys::WaitLatch(pg_sys::MyLatch, events, left_ms.clamp(1, DOZE_MS) as _, pg_sys::PG_WAIT_EXTENSION);
+        pg_sys::ResetLatch(pg_sys::MyLatch);
+    }
+    check_for_interrupts!();
+}
+
 /// A place among the sleepers of a queue, taken before the first look at the table so that no wake-up falls between.
 pub struct Waiter {
     slot: Option<&'static Slot>,

@@ -38,6 +38,21 @@ CALLS = {
     "drop_schedule": {"name": "s"},
     "fire_schedules": {},
     "next_fire": {"cron": "@daily"},
+    "alter_queue": {"queue": "q", "lease_for": "1 hour"},
+    "pause_queue": {"queue": "q"},
+    "resume_queue": {"queue": "q"},
+    "purge_queue": {"queue": "q"},
+    "drop_queue": {"queue": "q", "force": "true"},
+    "enqueue_once": {"queue": "q", "payload": "{}", "key": "new"},
+    "snooze": {"queue": "q", "id": "$id", "lease": "$lease", "duration": "1 hour"},
+    "annotate": {"queue": "q", "id": "$id", "lease": "$lease"},
+    "retry": {"queue": "q", "id": "$id"},
+    "retry_failed": {"queue": "q"},
+    "reprioritize": {"queue": "q", "id": "$id", "priority": "1"},
+    "complete_many": {"queue": "q", "items": "[]"},
+    "finish_and_claim": {"queue": "q", "id": "$id", "lease": "$lease", "worker": "w"},
+    "lease_advice": {"queue": "q"},
+    "prediction_advice": {"queue": "q"},
     "sweep": {},
     "promote": {},
     "expire_keys": {},
@@ -110,6 +125,7 @@ TASK_FIELDS = {
     "budgets": ['"b"', "[null]", '["nobody"]', '[["b"]]', "{}", '[""]', "[1]"],
     "max_attempts": ["0", "-1", '"x"', "1e10"],
     "lease_for": ['"0"', '"-1 s"', '"1000 years"', '"x"'],
+    "max_run_time": ['"0"', '"-1 s"', '"1000 years"', '"x"'],
     "labels": [json.dumps("x" * 2_000_000)],
     "payload": [json.dumps("x" * 2_000_000)],
     "bogus": ["1", "null"],
@@ -179,7 +195,7 @@ def faults_of(error, argument, given, args):
         return f"no hint: {text[:200]}"
     about = [argument, *(v for v in args.values() if v and len(v) < 200)]
     # What the message calls the thing, where that is not what was given.
-    about += {"tasks": ["task "], "relations": ["pg_catalog.pg_class"]}.get(argument, [])
+    about += {"tasks": ["task "], "items": ["item "], "relations": ["pg_catalog.pg_class"]}.get(argument, [])
     # Of an array, the element that is wrong.
     named = [word for word in re.findall('"([^"]*)"', text) if word in (given or "")]
     if not named and not any(word in text for word in about):

@@ -80,6 +80,13 @@ class Queue:
     def extend(self, task, **options):
         return self._end("extend", task, options)
 
+    def snooze(self, task, **options):
+        return self._end("snooze", task, {"duration": "1 hour"} | options)
+
+    def retry(self, id):
+        [answer] = call(self.conn, "retry", queue=self.name, id=id)
+        return answer
+
     def cancel(self, id, **options):
         [answer] = call(self.conn, "cancel", queue=self.name, id=id, **options)
         return answer

@@ -21,7 +21,7 @@ pub enum Ended {
     Failed,
     /// By its own call, after the task was cancelled.
     Cancelled,
-    /// It was given back.
+    /// It was given back, for another or for later.
     Released,
     /// Its lease ran out and was swept.
     Lapsed,
@@ -34,7 +34,7 @@ impl Ended {
             "completed" => Ended::Completed,
             "failed" => Ended::Failed,
             "cancelled" => Ended::Cancelled,
-            "released" => Ended::Released,
+            "released" | "snoozed" => Ended::Released,
             "lapsed" => Ended::Lapsed,
             _ => return None,
         })

@@ -1,0 +1,240 @@
+-- Running a queue: its settings while it works, single tasks moved by hand, batches, and what shows how it does. The verbs are functions of the library (src/queue).
+
+CREATE FUNCTION stint.alter_queue(
+    queue text,
+    lease_for interval DEFAULT NULL,
+    max_attempts int DEFAULT NULL,
+    backoff_base interval DEFAULT NULL,
+    backoff_factor double precision DEFAULT NULL,
+    backoff_max interval DEFAULT NULL,
+    backoff_jitter double precision DEFAULT NULL,
+    budgets text[] DEFAULT NULL,
+    key_retention interval DEFAULT NULL,
+    late_result text DEFAULT NULL,
+    notify boolean DEFAULT NULL,
+    comment text DEFAULT NULL,
+    max_run_time interval DEFAULT NULL,
+    paused boolean DEFAULT NULL
+) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'alter_queue_wrapper';
+REVOKE ALL ON FUNCTION stint.alter_queue FROM PUBLIC;
+COMMENT ON FUNCTION stint.alter_queue IS
+'Changes a queue''s settings; the arguments are those of stint.create_queue, and null keeps what is there. max_run_time => ''0'' and comment => '''' take theirs away.
+What runs goes on under the lease, deadline and budgets it was claimed with. Waits for: another open transaction that changes the same queue.
+Errors: 42704 unknown queue or budget; 22023 a value out of its bounds.';
+
+CREATE FUNCTION stint.pause_queue(queue text) RETURNS boolean
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'pause_queue_wrapper';
+REVOKE ALL ON FUNCTION stint.pause_queue FROM PUBLIC;
+COMMENT ON FUNCTION stint.pause_queue IS
+'Has claims of a queue find nothing, until stint.resume_queue, also after a restart. Tasks are still taken in, scheduled ones become ready, and what runs goes on
+to its end. A claim that began before this commits may still take a task. Returns whether this call changed anything. Errors: 42704 unknown queue.';
+
+CREATE FUNCTION stint.resume_queue(queue text) RETURNS boolean
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'resume_queue_wrapper';
+REVOKE ALL ON FUNCTION stint.resume_queue FROM PUBLIC;
+COMMENT ON FUNCTION stint.resume_queue IS
+'Ends a pause; sessions that wait in claim look at once. Returns whether this call changed anything. Errors: 42704 unknown queue.';
+
+CREATE FUNCTION stint.purge_queue(
+    queue text,
+    max bigint DEFAULT NULL,
+    reason text DEFAULT NULL
+) RETURNS bigint
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'purge_queue_wrapper';
+REVOKE ALL ON FUNCTION stint.purge_queue FROM PUBLIC;
+COMMENT ON FUNCTION stint.purge_queue IS
+'Cancels waiting tasks (ready and scheduled ones): each gets the outcome ''cancelled'' with reason as its error, and keeps its history. Returns how many.
+max: at most so many in this transaction; call it until it returns 0 to keep transactions short. Without it, all of them. Running and finished tasks stay as they are.
+Rows that another session holds are left out. Pause the queue first if nothing more shall be claimed. Errors: 42704 unknown queue.';
+
+CREATE FUNCTION stint.drop_queue(
+    queue text,
+    force boolean DEFAULT false
+) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'drop_queue_wrapper';
+REVOKE ALL ON FUNCTION stint.drop_queue FROM PUBLIC;
+COMMENT ON FUNCTION stint.drop_queue IS
+'Removes a queue. One that has tasks, live or finished, is refused (2BP01) unless force is true: then they go with their keys, attempts, usage and outcomes, and a worker
+that still runs one learns from its next call that the queue is unknown. Budgets stay.
+Locks task_facts, task_outcomes and the tables of live tasks against writers for its last step: it waits for open transactions that wrote to them, and other queues wait
+for it meanwhile; set lock_timeout. Errors: 42704 unknown queue; 2BP01 it has tasks; 25001 under REPEATABLE READ.';
+
+CREATE FUNCTION stint.enqueue_once(
+    queue text,
+    payload jsonb,
+    key text,
+    conflict text DEFAULT 'return',
+    priority int DEFAULT 0,
+    run_at timestamptz DEFAULT NULL,
+    delay interval DEFAULT NULL,
+    agent text DEFAULT NULL,
+    tokens bigint DEFAULT NULL,
+    budgets text[] DEFAULT NULL,
+    max_attempts int DEFAULT NULL,
+    lease_for interval DEFAULT NULL,
+    labels jsonb DEFAULT NULL,
+    max_run_time interval DEFAULT NULL
+) RETURNS TABLE (id uuid, created boolean)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'enqueue_once_wrapper';
+REVOKE ALL ON FUNCTION stint.enqueue_once FROM PUBLIC;
+COMMENT ON FUNCTION stint.enqueue_once IS
+'Adds a task under a key, as stint.enqueue does, and says whether this call made it. Where the key is held, id is its task''s and nothing changes.
+conflict: what a held key with another payload means: ''return'' answers with the task that is there, ''error'' refuses (23505, naming the key). Payloads are compared as jsonb.
+Waits for: another transaction that holds the same key. Use in FROM. Errors: as stint.enqueue; 22004 no key; 23505 as said.';
+
+CREATE FUNCTION stint.snooze(
+    queue text,
+    id uuid,
+    lease uuid,
+    duration interval
+) RETURNS TABLE (outcome text, first boolean, status text, run_at timestamptz, run_in_ms bigint)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'snooze_wrapper';
+REVOKE ALL ON FUNCTION stint.snooze FROM PUBLIC;
+COMMENT ON FUNCTION stint.snooze IS
+'Puts a claimed task off for duration; the attempt ends as ''snoozed'' and does not count against max_attempts, and its budgets are free.
+outcome: ''snoozed'' (run_at, run_in_ms say until when); ''cancelled'' where that had been asked; else as stint.complete answers. A lease that was snoozed ends nothing any more.
+Use in FROM. Errors: P0002 unknown task; 42704 unknown queue; 22023, 54000 a duration out of bounds.';
+
+CREATE FUNCTION stint.annotate(
+    queue text,
+    id uuid,
+    lease uuid,
+    run_id text DEFAULT NULL,
+    trace_id text DEFAULT NULL
+) RETURNS text
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'annotate_wrapper';
+REVOKE ALL ON FUNCTION stint.annotate FROM PUBLIC;
+COMMENT ON FUNCTION stint.annotate IS
+'Notes the run id on your job platform and its trace id as soon as they are known, so that the attempt of a worker that dies later has them too. The lease stays as long as it was.
+Returns ''held'', ''cancel_requested'' or ''lost'' as stint.extend does; null keeps what was noted before. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.retry(
+    queue text,
+    id uuid
+) RETURNS TABLE (outcome text, status text)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'retry_wrapper';
+REVOKE ALL ON FUNCTION stint.retry FROM PUBLIC;
+COMMENT ON FUNCTION stint.retry IS
+'Makes a failed or cancelled task live again: ready at the end of its line with the priority it was enqueued with. Its attempts stay and count no more, so it has
+max_attempts again; the outcome it had moves to stint.task_retries. A key it had is taken again.
+outcome: ''retried''; ''already_completed''; ''not_finished'', status says where it is; ''key_taken'': another task got its key meanwhile, nothing was changed.
+Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.retry_failed(
+    queue text,
+    since timestamptz DEFAULT NULL,
+    agent text DEFAULT NULL,
+    max int DEFAULT 1000
+) RETURNS bigint
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'retry_failed_wrapper';
+REVOKE ALL ON FUNCTION stint.retry_failed FROM PUBLIC;
+COMMENT ON FUNCTION stint.retry_failed IS
+'Retries at most max failed tasks as stint.retry does, in the order they were enqueued, and returns how many; call it until it returns 0. Cancelled tasks stay.
+since: only those that failed at or after that instant. agent: only those for that agent. Tasks whose key another task got are left out, as are rows that another session holds.
+Errors: 42704 unknown queue; 54000 max above stint.max_batch.';
+
+CREATE FUNCTION stint.reprioritize(
+    queue text,
+    id uuid,
+    priority int
+) RETURNS TABLE (outcome text, status text)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'reprioritize_wrapper';
+REVOKE ALL ON FUNCTION stint.reprioritize FROM PUBLIC;
+COMMENT ON FUNCTION stint.reprioritize IS
+'Gives a waiting task another priority. Among the tasks of that priority it stands where its age puts it. It keeps the priority through its attempts, until stint.retry.
+outcome: ''reprioritized''; ''already_running'' and ''already_finished'' change nothing. Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.complete_many(
+    queue text,
+    items jsonb
+) RETURNS TABLE (ordinality int, id uuid, outcome text, result jsonb, first boolean, status text)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'complete_many_wrapper';
+REVOKE ALL ON FUNCTION stint.complete_many FROM PUBLIC;
+COMMENT ON FUNCTION stint.complete_many IS
+'Ends a batch of attempts as completed. items: an array of objects whose fields are the arguments of stint.complete but the queue; id and lease must be there.
+Returns one row per element, in order, with what stint.complete would answer: each element has an outcome of its own, and one that was superseded does not hold up the others.
+Tasks are taken in the order of their ids. An element that is no item, or names an unknown task, is an error that names it, and then nothing is changed.
+Use in FROM. Errors: as stint.complete, naming the element; 54000 more elements than stint.max_batch.';
+
+CREATE FUNCTION stint.finish_and_claim(
+    queue text,
+    id uuid,
+    lease uuid,
+    worker text,
+    result jsonb DEFAULT NULL,
+    max int DEFAULT 1,
+    lease_for interval DEFAULT NULL,
+    agents text[] DEFAULT NULL,
+    run_id text DEFAULT NULL,
+    trace_id text DEFAULT NULL,
+    model text DEFAULT NULL,
+    input_tokens bigint DEFAULT NULL,
+    cached_tokens bigint DEFAULT NULL,
+    output_tokens bigint DEFAULT NULL,
+    model_cost numeric DEFAULT NULL,
+    compute_cost numeric DEFAULT NULL,
+    confidence real DEFAULT NULL,
+    meta jsonb DEFAULT NULL
+) RETURNS TABLE (kind text, id uuid, outcome text, result jsonb, first boolean, status text, attempt int, lease uuid, payload jsonb, priority int, agent text, tokens bigint, labels jsonb, enqueued_at timestamptz, expires_at timestamptz, expires_in_ms bigint)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'finish_and_claim_wrapper';
+REVOKE ALL ON FUNCTION stint.finish_and_claim FROM PUBLIC;
+COMMENT ON FUNCTION stint.finish_and_claim IS
+'Ends one attempt as completed and claims the next tasks, in one commit. What the finished task held of its budgets is there for the claimed ones.
+Returns one row of kind ''finished'', always and first, with id, outcome, result, first and status as stint.complete answers; then one row of kind ''claimed'' for each task
+claimed, with stint.claim''s columns. The claim happens whatever became of the finished task. Never waits for tasks. The arguments are those of both.
+Use in FROM. Errors: as stint.complete and stint.claim.';
+
+CREATE VIEW stint.stuck AS
+SELECT r.queue, r.id, s.problem, r.worker, f.agent, r.attempt, r.started_at, r.heartbeat_at,
+       coalesce(r.extended_until, r.expires_at) AS expires_at, r.deadline, r.run_id, r.trace_id
+FROM stint.place_running r
+JOIN stint.task_facts f ON f.queue = r.queue AND f.id = r.id
+CROSS JOIN LATERAL (
+    SELECT CASE WHEN r.deadline <= n.at THEN 'past max_run_time'
+                WHEN coalesce(r.extended_until, r.expires_at) <= n.at THEN 'lapsed'
+                WHEN r.deadline - n.at < (n.at - r.started_at) / 9 THEN 'near max_run_time'
+                WHEN coalesce(r.extended_until, r.expires_at) - n.at < (r.expires_at - r.started_at) / 5
+                THEN CASE WHEN r.heartbeat_at IS NULL THEN 'near expiry, no heartbeat' ELSE 'near expiry, heartbeat overdue' END
+           END AS problem
+    FROM (SELECT clock_timestamp() AS at) n
+) s
+WHERE s.problem IS NOT NULL;
+COMMENT ON VIEW stint.stuck IS
+'Running attempts that look stuck: ''lapsed'' or ''past max_run_time'' and not swept yet; ''near max_run_time'', nine tenths are over; ''near expiry'', less than a fifth of the
+lease is left, without a heartbeat or with one overdue';
+
+CREATE FUNCTION stint.lease_advice(queue text) RETURNS TABLE (
+    agent text, attempts bigint, lapsed bigint, run_time_p50 interval, run_time_p99 interval, heartbeat_gap_p50 interval, heartbeat_gap_p99 interval,
+    lease_for interval, advice text
+)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'lease_advice_wrapper';
+REVOKE ALL ON FUNCTION stint.lease_advice FROM PUBLIC;
+COMMENT ON FUNCTION stint.lease_advice IS
+'For each agent of a queue: how long its attempts ran (median and 99th percentile) and the longest gap between two heartbeats of one attempt (likewise), against the
+queue''s lease, and in words what follows. Lapsed attempts are counted, but not timed. Reads all attempts of the queue. Use in FROM. Errors: 42704 unknown queue.';
+
+CREATE FUNCTION stint.prediction_advice(queue text) RETURNS TABLE (
+    agent text, attempts bigint, predicted_tokens numeric, actual_tokens numeric, factor numeric, factor_p50 numeric, factor_p99 numeric, advice text
+)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'prediction_advice_wrapper';
+REVOKE ALL ON FUNCTION stint.prediction_advice FROM PUBLIC;
+COMMENT ON FUNCTION stint.prediction_advice IS
+'For each agent of a queue: the tokens predicted for its completed and failed attempts against those they reported (input and output), together and as the median and
+99th percentile of the factor between the two, and in words what follows. Tasks without a prediction and attempts without reported tokens are left out.
+Reads all attempts of the queue. Use in FROM. Errors: 42704 unknown queue.';

@@ -1,0 +1,143 @@
+//! `stint.drop_queue`: removes a queue and everything of it.
+//!
+//! What finished tasks left is removed first, while everybody works on. The rest needs that nobody is about to add to the queue: SHARE ROW EXCLUSIVE on the tables
+//! through which tasks come and move, waited for on one table at a time while none of the others is held, so that no ring of waits can form with transactions that use
+//! several. Whoever read the queue before and writes after finds the configuration's generation moved (`config::still_stands`).
+
+use super::config;
+use crate::budget::live;
+use crate::errors::Fault;
+use crate::input;
+use crate::shmem::{self, Instance, config as generation, heads};
+use crate::spi::{self, Session, Statement, arg};
+use pgrx::prelude::*;
+
+/// Two drops do not wait for each other's table locks, but for this.
+static ONE_DROP: &str = "lock table stint.queue_config in share update exclusive mode";
+
+static HOLDS: Statement = Statement::new(
+    c"select count(*), count(*) filter (where not exists (select from stint.task_outcomes o where o.queue = f.queue and o.id = f.id))
+      from stint.task_facts f
+      where f.queue = $1",
+    &[pg_sys::TEXTOID],
+);
+
+/// What finished tasks left. The outcomes go last: they tell which those are.
+static FINISHED: [Statement; 5] = [
+    Statement::new(
+        c"delete from stint.usage_late u
+          where u.queue = $1 and exists (select from stint.task_outcomes o where o.queue = u.queue and o.id = u.id)",
+        &[pg_sys::TEXTOID],
+    ),
+    Statement::new(
+        c"delete from stint.task_attempts a
+          where a.queue = $1 and exists (select from stint.task_outcomes o where o.queue = a.queue and o.id = a.id)",
+        &[pg_sys::TEXTOID],
+    ),
+    Statement::new(
+        c"delete from stint.task_retries t
+          where t.queue = $1 and exists (select from stint.task_outcomes o where o.queue = t.queue and o.id = t.id)",
+        &[pg_sys::TEXTOID],
+    ),
+    Statement::new(
+        c"delete from stint.task_facts f
+          where f.queue = $1 and exists (select from stint.task_outcomes o where o.queue = f.queue and o.id = f.id)",
+        &[pg_sys::TEXTOID],
+    ),
+    Statement::new(c"delete from stint.task_outcomes o where o.queue = $1", &[pg_sys::TEXTOID]),
+];
+
+static RUNNING: Statement =
+    Statement::new(c"delete from stint.place_running r where r.queue = $1 returning r.budgets, r.reserved", &[pg_sys::TEXTOID]);
+
+/// Everything else, once nobody else writes.
+static REST: [Statement; 9] = [
+    Statement::new(c"delete from stint.place_ready w where w.queue = $1", &[pg_sys::TEXTOID]),
+    Statement::new(c"delete from stint.place_scheduled s where s.queue = $1", &[pg_sys::TEXTOID]),
+    Statement::new(c"delete from stint.task_keys k where k.queue = $1", &[pg_sys::TEXTOID]),
+    Statement::new(c"delete from stint.usage_late u where u.queue = $1", &[pg_sys::TEXTOID]),
+    Statement::new(c"delete from stint.task_attempts a where a.queue = $1", &[pg_sys::TEXTOID]),
+    Statement::new(c"delete from stint.task_retries t where t.queue = $1", &[pg_sys::TEXTOID]),
+    Statement::new(c"delete from stint.task_outcomes o where o.queue = $1", &[pg_sys::TEXTOID]),
+    Statement::new(c"delete from stint.task_facts f where f.queue = $1", &[pg_sys::TEXTOID]),
+    Statement::new(c"delete from stint.queue_config q where q.queue = $1", &[pg_sys::TEXTOID]),
+];
+
+static LANES: Statement = Statement::new(c"delete from stint.lanes l where l.queue = $1 returning l.lane", &[pg_sys::TEXTOID]);
+
+/// Every verb that makes, moves or retries a task writes to one of these first.
+const LIVE: [&std::ffi::CStr; 5] = [c"task_facts", c"task_outcomes", c"place_ready", c"place_scheduled", c"place_running"];
+
+/// Locks the tables of live tasks against writers until the transaction ends.
+fn keep_writers_out() {
+    let mode = pg_sys::ShareRowExclusiveLock as i32;
+    let tables = LIVE.map(|name| {
+        // SAFETY: a system cache look-up.
+        unsafe { pg_sys::get_relname_relid(name.as_ptr(), pg_sys::Oid::from(Instance::here().schema)) }
+    });
+    let mut first = 0;
+    loop {
+        check_for_interrupts!();
+        // SAFETY: ordinary relation locks on tables of ours.
+        unsafe {
+            pg_sys::LockRelationOid(tables[first], mode);
+            let busy = (0..tables.len()).filter(|at| *at != first).find(|at| !pg_sys::ConditionalLockRelationOid(tables[*at], mode));
+            let Some(busy) = busy else { return };
+            (0..busy).filter(|at| *at != first).chain([first]).for_each(|at| pg_sys::UnlockRelationOid(tables[at], mode));
+            first = busy;
+        }
+    }
+}
+
+fn refuse_full(session: &Session, name: &str) {
+    let holds = session.run_latest(&HOLDS, &[arg(name)]);
+    let (tasks, live): (i64, i64) = (holds.must(0, 1), holds.must(0, 2));
+    if tasks > 0 {
+        Fault::new(PgSqlErrorCode::ERRCODE_DEPENDENT_OBJECTS_STILL_EXIST, format!("cannot drop queue \"{name}\": it has tasks"))
+            .detail(format!("{live} live and {} finished tasks.", tasks - live))
+            .hint("Use force => true to remove them all with their history.")
+            .raise()
+    }
+}
+
+/// See the SQL COMMENT of stint.drop_queue.
+#[pg_extern(sql = false)]
+fn drop_queue(queue: Option<&str>, force: Option<bool>) {
+    shmem::required();
+    let name = input::name("queue", queue);
+    let force = input::given("force", force);
+    // SAFETY: reads this transaction's isolation level.
+    if unsafe { pg_sys::XactIsoLevel } >= pg_sys::XACT_REPEATABLE_READ as i32 {
+        Fault::new(PgSqlErrorCode::ERRCODE_ACTIVE_SQL_TRANSACTION, "cannot drop a queue in a transaction that keeps one snapshot")
+            .hint("Use READ COMMITTED: under REPEATABLE READ tasks that came since could not be seen, and would stay without a queue.")
+            .raise()
+    }
+    let _owner = spi::Identity::owner();
+    spi::connect(|session| {
+        session.execute_once(ONE_DROP);
+        let queue = config::find(session, name);
+        if force {
+            for delete in &FINISHED {
+                session.run(delete, &[arg(name)]);
+            }
+        } else {
+            refuse_full(session, name);
+        }
+        keep_writers_out();
+        if !force {
+            refuse_full(session, name);
+        }
+        let running = session.run(&RUNNING, &[arg(name)]);
+        for at in 0..running.len() {
+            live::release(queue.number, running.get(at, 1), running.get(at, 2));
+        }
+        for delete in &REST {
+            session.run(delete, &[arg(name)]);
+        }
+        let lanes = session.run(&LANES, &[arg(name)]);
+        for at in 0..lanes.len() {
+            heads::gone(Instance::here(), lanes.must(at, 1));
+        }
+        generation::changed();
+    });
+}

@@ -1,0 +1,56 @@
+//! `stint.snooze`: puts a running task off, without counting the attempt.
+
+use super::late::{self, Answer, Late};
+use super::store::{self, Outcome};
+use super::usage::Usage;
+use super::{config, finish};
+use crate::spi;
+use crate::values::{Instant, RawInterval};
+use crate::{input, shmem};
+use pgrx::prelude::*;
+use stint_core::verdict::Call;
+
+/// See the SQL COMMENT of stint.snooze.
+#[pg_extern(sql = false)]
+fn snooze(
+    queue: Option<&str>,
+    id: Option<pgrx::Uuid>,
+    lease: Option<pgrx::Uuid>,
+    duration: Option<RawInterval>,
+) -> TableIterator<
+    'static,
+    (name!(outcome, String), name!(first, bool), name!(status, String), name!(run_at, Option<Instant>), name!(run_in_ms, Option<i64>)),
+> {
+    shmem::required();
+    let name = input::name("queue", queue);
+    let id = input::given("id", id);
+    let lease = input::given("lease", lease);
+    let wait = input::delay("duration", input::given("duration", duration));
+    let now = Instant::now();
+    let _owner = spi::Identity::owner();
+    let answer = spi::connect(|session| {
+        let queue = config::find(session, name);
+        late::decide(|| {
+            let Some(ran) = finish::end(session, name, &queue, id, lease) else {
+                let usage = Usage::default();
+                return late::call(session, &Late { name, queue: &queue, id, lease, now, call: Call::Release, result: None, usage: &usage });
+            };
+            let usage = Usage::default().or_known(ran.run_id.as_deref(), ran.trace_id.as_deref());
+            if ran.cancel_requested {
+                store::attempt(session, name, &ran.attempt(lease), "cancelled", now, None, &usage);
+                let reason = ran.reason.as_deref();
+                let outcome = Outcome { outcome: "cancelled", attempt: ran.ticket.attempt, lease: Some(lease), error: reason, result: None };
+                store::outcome(session, name, id, now, &outcome);
+                store::announce(&queue, 0);
+                return Some(Answer::first("cancelled", None, "cancelled"));
+            }
+            let at = now.plus(wait);
+            store::attempt(session, name, &ran.attempt(lease), "snoozed", now, None, &usage);
+            store::to_scheduled(session, name, &ran.ticket, at);
+            store::announce(&queue, 0);
+            Some(Answer { retry: Some((at, wait / 1000)), ..Answer::first("snoozed", None, "scheduled") })
+        })
+    });
+    let (run_at, run_in_ms) = answer.retry.unzip();
+    TableIterator::once((answer.outcome.to_string(), answer.first, answer.status, run_at, run_in_ms))
+}
