@@ -201,20 +201,20 @@ fn sort(taken: &mut [Taken]) {
 }
 
 /// Takes at most `max` tasks, reserving their budgets.
-fn take_any(session: &Session, name: &str, queue: &Queue, max: usize, agents: Option<&[String]>) -> Vec<Taken> {
+fn take_any(session: &Session, name: &str, queue: &Queue, wish: &Wish) -> Vec<Taken> {
     match queue.lanes.as_slice() {
-        [only] if only.draws.is_empty() => take_lane(session, name, only.lane, max, agents),
-        _ => take_budgeted(session, name, queue, max, agents),
+        [only] if only.draws.is_empty() => take_lane(session, name, only.lane, wish.max, wish.agents.as_deref()),
+        _ => take_budgeted(session, name, queue, wish),
     }
 }
 
-fn take_budgeted(session: &Session, name: &str, queue: &Queue, max: usize, agents: Option<&[String]>) -> Vec<Taken> {
+fn take_budgeted(session: &Session, name: &str, queue: &Queue, wish: &Wish) -> Vec<Taken> {
     live::ensure_loaded(session, Instance::here());
     let mut open: Vec<&config::Lane> = queue.lanes.iter().collect();
     let mut all = Vec::new();
     // What stood first in a lane may be held by another session: the claim then turns to the other lanes, instead of going away empty past tasks that wait there.
-    while all.len() < max && !open.is_empty() {
-        let (taken, short) = take_round(session, name, queue, &mut open, max - all.len(), agents);
+    while all.len() < wish.max && !open.is_empty() {
+        let (taken, short) = take_round(session, name, queue, &mut open, wish.max - all.len(), wish);
         all.extend(taken);
         if short.is_empty() {
             break;
@@ -230,14 +230,7 @@ fn take_budgeted(session: &Session, name: &str, queue: &Queue, max: usize, agent
 }
 
 /// Takes what now stands first in the open lanes and has room, and names the lanes that yielded less than they showed. Lanes without room are closed.
-fn take_round(
-    session: &Session,
-    name: &str,
-    queue: &Queue,
-    open: &mut Vec<&config::Lane>,
-    max: usize,
-    agents: Option<&[String]>,
-) -> (Vec<Taken>, Vec<i32>) {
+fn take_round(session: &Session, name: &str, queue: &Queue, open: &mut Vec<&config::Lane>, max: usize, wish: &Wish) -> (Vec<Taken>, Vec<i32>) {
     let instance = Instance::here();
     let shared = shmem::required();
     let nothing = (Vec::new(), Vec::new());
@@ -246,8 +239,8 @@ fn take_round(
 
     // A lane none of whose budgets has room for another running task is not looked at at all.
     let mut usage = shmem::budgets::usage(shared, instance, &numbers);
-    let freed = shmem::budgets::released_here(instance, &numbers);
-    usage.iter_mut().zip(freed).for_each(|(usage, freed)| *usage = usage.minus(freed));
+    let freed = if wish.hand_on { shmem::budgets::released_here(instance, &numbers) } else { vec![Usage::default(); numbers.len()] };
+    usage.iter_mut().zip(&freed).for_each(|(usage, freed)| *usage = usage.minus(*freed));
     let one = Usage { running: 1, tokens: 0 };
     open.retain(|lane| lane.draws.iter().all(|budget| limits[*budget].holds(usage[*budget].plus(one))));
     if open.is_empty() {
@@ -261,6 +254,7 @@ fn take_round(
     let (lanes, priorities): (Vec<i32>, Vec<i32>) = heads.iter().map(|(lane, head)| (*lane, head.priority)).unzip();
     let starts: Vec<i64> = heads.iter().map(|(_, head)| head.at).collect();
     let line = [arg(name), arg(lanes.clone()), arg(priorities), arg(starts), arg(max as i64)];
+    let agents = wish.agents.as_deref();
     let first = match agents {
         None => session.run(&FIRST, &line),
         Some(agents) => session.run(&FIRST_AGENTS, &[line.as_slice(), &[arg(agents.to_vec())]].concat()),
@@ -277,7 +271,7 @@ fn take_round(
     }
     let draws: Vec<Vec<usize>> = open.iter().map(|lane| lane.draws.clone()).collect();
     live::enter();
-    let admitted = shmem::budgets::reserve(shared, instance, &numbers, |usage| admit(usage, &limits, &draws, &candidates, max));
+    let admitted = shmem::budgets::reserve(shared, instance, &numbers, &freed, |usage| admit(usage, &limits, &draws, &candidates, max));
 
     // The rows a lane yields may be others than those seen at its head, since another session may hold these: what they cost is settled row by row.
     let (mut all, mut short) = (Vec::with_capacity(admitted.len()), Vec::new());
@@ -288,7 +282,7 @@ fn take_round(
         }
         let rows = take_lane(session, name, lane.lane, promised.len(), agents);
         let waiting: Vec<Candidate> = rows.iter().map(|row| Candidate { lane: 0, tokens: row.ticket.tokens }).collect();
-        let kept = shmem::budgets::reserve(shared, instance, &numbers, |usage| {
+        let kept = shmem::budgets::reserve(shared, instance, &numbers, &freed, |usage| {
             for candidate in &promised {
                 for budget in &lane.draws {
                     usage[*budget] = usage[*budget].minus(limits[*budget].cost(candidate.tokens));
@@ -378,6 +372,8 @@ pub struct Wish<'a> {
     pub lease_for: Option<i64>,
     /// The agents whose tasks are asked for; any task where none are named.
     pub agents: Option<Vec<String>>,
+    /// Whether it may use what the attempts that this transaction ended will release when it commits.
+    pub hand_on: bool,
 }
 
 /// The most agents a claim may name: each costs a look at the index in every lane and priority.
@@ -400,7 +396,7 @@ pub fn try_claim(session: &Session, name: &str, queue: &Queue, wish: &Wish) -> V
     if queue.paused {
         return Vec::new();
     }
-    let taken = take_any(session, name, queue, wish.max, wish.agents.as_deref());
+    let taken = take_any(session, name, queue, wish);
     if taken.is_empty() {
         return Vec::new();
     }
@@ -481,6 +477,7 @@ fn claim(
         max: input::batch("max", max),
         lease_for: lease_for.map(|lease| input::lease("lease_for", lease)),
         agents: checked_agents(agents),
+        hand_on: false,
     };
     let wait = wait.map_or(0, |wait| input::duration("wait", wait, 0, guc::max_wait_s(), "stint.max_wait"));
     let _owner = spi::Identity::owner();

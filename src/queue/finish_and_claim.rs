@@ -80,6 +80,7 @@ fn finish_and_claim(
         max: input::batch("max", max),
         lease_for: lease_for.map(|lease| input::lease("lease_for", lease)),
         agents: claim::checked_agents(agents),
+        hand_on: true,
     };
     input::json("result", result);
     let usage = Usage { run_id, trace_id, model, input_tokens, cached_tokens, output_tokens, model_cost, compute_cost, confidence, meta }.checked();

@@ -239,7 +239,7 @@ pub fn usage(shared: &super::Shared, instance: Instance, budgets: &[i32]) -> Vec
     seen
 }
 
-/// What this transaction releases of each budget when it commits. Its own claims may count on it: both become visible in one commit.
+/// What this transaction releases of each budget when it commits. `finish_and_claim` counts on it: both become visible in one commit.
 pub fn released_here(instance: Instance, budgets: &[i32]) -> Vec<Usage> {
     let mut released = vec![Usage::default(); budgets.len()];
     PENDING.with(|p| {
@@ -255,12 +255,11 @@ pub fn released_here(instance: Instance, budgets: &[i32]) -> Vec<Usage> {
     released
 }
 
-/// Lets `decide` look at the live usage of `budgets` and change it, in one step that no other session sees half done. What this transaction
-/// will release is shown as free already, and others still see it in use. What it adds is reserved by this
+/// Lets `decide` look at the live usage of `budgets` and change it, in one step that no other session sees half done. `freed` is shown as free
+/// to it: what this transaction will release, while others still see it in use. What it adds is reserved by this
 /// transaction: given back if it aborts, kept if it commits.
-pub fn reserve<R>(shared: &super::Shared, instance: Instance, budgets: &[i32], decide: impl FnOnce(&mut [Usage]) -> R) -> R {
+pub fn reserve<R>(shared: &super::Shared, instance: Instance, budgets: &[i32], freed: &[Usage], decide: impl FnOnce(&mut [Usage]) -> R) -> R {
     let mut before = vec![Usage::default(); budgets.len()];
-    let freed = released_here(instance, budgets);
     let mut usage = Vec::with_capacity(budgets.len());
     PENDING.with(|p| p.make_room(budgets.len()));
     let answer;
@@ -276,9 +275,9 @@ pub fn reserve<R>(shared: &super::Shared, instance: Instance, budgets: &[i32], d
             look()
         });
         let Some(_held) = held else { table_full() };
-        usage.extend(before.iter().zip(&freed).map(|(before, freed)| before.minus(*freed)));
+        usage.extend(before.iter().zip(freed).map(|(before, freed)| before.minus(*freed)));
         answer = decide(&mut usage);
-        usage.iter_mut().zip(&freed).for_each(|(usage, freed)| *usage = usage.plus(*freed));
+        usage.iter_mut().zip(freed).for_each(|(usage, freed)| *usage = usage.plus(*freed));
         for (at, budget) in budgets.iter().enumerate() {
             if let Some(entry) = entry(shared, instance, *budget, false) {
                 entry.usage = usage[at];
