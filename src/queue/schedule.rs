@@ -159,7 +159,7 @@ fn create_schedule(
         max_attempts,
         lease_for,
         labels,
-            max_run_time: None,
+        max_run_time: None,
     };
     request.check();
     let catch_up = input::given("catch_up", catch_up);
@@ -364,7 +364,8 @@ fn fire_one(session: &Session, due: &Due, now: Instant) -> bool {
         // The limits may be others than when the schedule was created.
         request.check();
         let budget_names: Vec<String> = row.must(0, 8);
-        note(Some(enqueue::add(session, &queue, request, &budget_names, now, |_, _| ()).0), None) || errors::internal("a slot fired without its schedule's lock")
+        note(Some(enqueue::add(session, &queue, request, &budget_names, now, |_, _| ()).0), None)
+            || errors::internal("a slot fired without its schedule's lock")
     });
     match made {
         Ok(fired) => fired,

@@ -78,6 +78,8 @@ CREATE TABLE stint.queue_config (
     key_retention   interval NOT NULL,
     late_result     text NOT NULL CHECK (late_result IN ('accept', 'reject')),
     notify          boolean NOT NULL,
+    max_run_time    interval,
+    paused          boolean NOT NULL,
     comment         text,
     created_at      timestamptz NOT NULL DEFAULT clock_timestamp()
 );
@@ -113,6 +115,7 @@ CREATE TABLE stint.task_facts (
     enqueued_at     timestamptz NOT NULL,
     run_at          timestamptz,
     lease_for       interval,
+    max_run_time    interval,
     agent           text COLLATE "C",
     key             text COLLATE "C",
     labels          jsonb,
@@ -133,9 +136,12 @@ CREATE TABLE stint.place_ready (
     tokens          bigint,
     attempt         int NOT NULL,
     counted         int NOT NULL,
+    agent           text COLLATE "C",
     PRIMARY KEY (queue, id)
 );
 CREATE UNIQUE INDEX place_ready_order ON stint.place_ready (queue, lane, priority DESC, seq);
+-- For claims that take the tasks of some agents only: each agent's tasks in their order, so that no other's is walked. Tasks without an agent cost nothing here.
+CREATE INDEX place_ready_agent ON stint.place_ready (queue, lane, agent, priority DESC, seq) WHERE agent IS NOT NULL;
 COMMENT ON TABLE stint.place_ready IS 'Tasks that may be claimed. attempt: the number of the last attempt; counted: attempts that count against max_attempts';
 
 CREATE TABLE stint.place_scheduled (
@@ -165,7 +171,10 @@ CREATE TABLE stint.place_running (
     counted         int NOT NULL,
     started_at      timestamptz NOT NULL,
     expires_at      timestamptz NOT NULL,
+    deadline        timestamptz,
     extended_until  timestamptz,
+    heartbeat_at    timestamptz,
+    heartbeat_gap   interval,
     cancel_requested boolean NOT NULL DEFAULT false,
     budgets         int[],
     reserved        bigint[],
@@ -177,7 +186,7 @@ CREATE TABLE stint.place_running (
     PRIMARY KEY (queue, id)
 ) WITH (fillfactor = 80);
 CREATE INDEX place_running_expiry ON stint.place_running (expires_at);
-COMMENT ON TABLE stint.place_running IS 'Tasks under a lease, with what they reserve of each budget. Leases are secrets: no view shows this table''s lease column';
+COMMENT ON TABLE stint.place_running IS 'Tasks under a lease, with what they reserve of each budget. deadline: no heartbeat moves the lease past it; heartbeat_gap: the longest time between two heartbeats. Leases are secrets: no view shows this table''s lease column';
 
 CREATE TABLE stint.task_attempts (
     queue           text COLLATE "C" NOT NULL,
@@ -188,6 +197,7 @@ CREATE TABLE stint.task_attempts (
     ended_at        timestamptz NOT NULL,
     ended           text COLLATE "C" NOT NULL,
     worker          text COLLATE "C" NOT NULL,
+    heartbeat_gap   interval,
     error           text,
     run_id          text COLLATE "C",
     trace_id        text COLLATE "C",
@@ -235,7 +245,22 @@ CREATE TABLE stint.task_outcomes (
     result          jsonb,
     PRIMARY KEY (queue, id)
 );
-COMMENT ON TABLE stint.task_outcomes IS 'How each finished task ended; insert-only';
+COMMENT ON TABLE stint.task_outcomes IS 'How each finished task ended; insert-only, but for a retry, which moves the row to stint.task_retries';
+
+-- What stint.retry took back. The attempts up to this one no longer count against max_attempts.
+CREATE TABLE stint.task_retries (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    retry           int NOT NULL,
+    retried_at      timestamptz NOT NULL,
+    outcome         text COLLATE "C" NOT NULL,
+    attempt         int NOT NULL,
+    lease           uuid,
+    finished_at     timestamptz NOT NULL,
+    error           text,
+    PRIMARY KEY (queue, id, retry)
+);
+COMMENT ON TABLE stint.task_retries IS 'Outcomes that stint.retry and stint.retry_failed took back, numbered from 1 for each task; insert-only';
 
 CREATE TABLE stint.task_keys (
     queue           text COLLATE "C" NOT NULL,
@@ -272,6 +297,7 @@ SELECT pg_catalog.pg_extension_config_dump('stint.place_running', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.task_attempts', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.usage_late', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.task_outcomes', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.task_retries', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.task_keys', '');
 /* </end connected objects> */
 
@@ -284,7 +310,7 @@ SELECT pg_catalog.pg_extension_config_dump('stint.task_keys', '');
 
 CREATE VIEW stint.queues AS
 SELECT q.queue, q.lease_for, q.max_attempts, q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
-       q.budgets, q.key_retention, q.late_result, q.notify, q.comment, q.created_at
+       q.budgets, q.key_retention, q.late_result, q.notify, q.max_run_time, q.paused, q.comment, q.created_at
 FROM stint.queue_config q;
 COMMENT ON VIEW stint.queues IS 'Queues and their settings';
 
@@ -292,26 +318,31 @@ CREATE VIEW stint.tasks AS
 SELECT f.queue, f.id,
        p.status,
        p.why,
-       f.priority, f.agent, f.tokens, p.attempt, p.worker,
+       coalesce(p.priority, f.priority) AS priority, f.agent, f.tokens, p.attempt, p.worker,
        f.enqueued_at, p.run_at, p.started_at, p.expires_at, p.finished_at,
        f.key, f.labels, p.progress
 FROM stint.task_facts f
 CROSS JOIN LATERAL (
-    SELECT 'ready' AS status, NULL::text AS why, w.attempt, NULL::text AS worker, NULL::timestamptz AS run_at,
+    SELECT 'ready' AS status,
+           (SELECT 'queue paused'::text FROM stint.queue_config q WHERE q.queue = w.queue AND q.paused) AS why, w.priority, w.attempt, NULL::text AS worker, NULL::timestamptz AS run_at,
            NULL::timestamptz AS started_at, NULL::timestamptz AS expires_at, NULL::timestamptz AS finished_at, NULL::jsonb AS progress
     FROM stint.place_ready w WHERE w.queue = f.queue AND w.id = f.id
     UNION ALL
-    SELECT 'scheduled', CASE WHEN s.attempt = 0 THEN 'delayed' ELSE 'retry' END, s.attempt, NULL, s.run_at, NULL, NULL, NULL, NULL
+    SELECT 'scheduled', CASE WHEN s.attempt = 0 THEN 'delayed'
+                                WHEN (SELECT a.ended FROM stint.task_attempts a WHERE a.queue = s.queue AND a.id = s.id AND a.attempt = s.attempt) = 'snoozed'
+                                THEN 'snoozed' ELSE 'retry' END, s.priority, s.attempt, NULL, s.run_at, NULL, NULL, NULL, NULL
     FROM stint.place_scheduled s WHERE s.queue = f.queue AND s.id = f.id
     UNION ALL
-    SELECT 'running', CASE WHEN r.cancel_requested THEN 'cancel requested' END, r.attempt, r.worker, NULL, r.started_at,
+    SELECT 'running', CASE WHEN r.cancel_requested THEN 'cancel requested' END, r.priority, r.attempt, r.worker, NULL, r.started_at,
            coalesce(r.extended_until, r.expires_at), NULL, r.progress
     FROM stint.place_running r WHERE r.queue = f.queue AND r.id = f.id
     UNION ALL
-    SELECT o.outcome, o.error, o.attempt, NULL, NULL, NULL, NULL, o.finished_at, NULL
+    SELECT o.outcome, o.error, NULL, o.attempt, NULL, NULL, NULL, NULL, o.finished_at, NULL
     FROM stint.task_outcomes o WHERE o.queue = f.queue AND o.id = f.id
 ) p;
-COMMENT ON VIEW stint.tasks IS 'Every task with its status: scheduled, ready, running, completed, failed or cancelled, and why. Payloads are in stint.task_payloads';
+COMMENT ON VIEW stint.tasks IS
+'Every task with its status: scheduled, ready, running, completed, failed or cancelled, and why. priority: as stint.reprioritize left it, while the task lives.
+Find tasks by label with labels @> ''{"customer": 7}'': with a queue and a time or status beside it, since no index is kept on labels. Payloads are in stint.task_payloads';
 
 CREATE VIEW stint.task_payloads AS
 SELECT f.queue, f.id, f.payload, o.result
@@ -320,7 +351,7 @@ LEFT JOIN stint.task_outcomes o ON o.queue = f.queue AND o.id = f.id;
 COMMENT ON VIEW stint.task_payloads IS 'What each task was given and, once completed, what came of it; granted apart from stint.tasks';
 
 CREATE VIEW stint.attempts AS
-SELECT a.queue, a.id, a.attempt, a.ended, a.worker, f.agent, a.started_at, a.ended_at, a.ended_at - a.started_at AS run_time, a.error,
+SELECT a.queue, a.id, a.attempt, a.ended, a.worker, f.agent, a.started_at, a.ended_at, a.ended_at - a.started_at AS run_time, a.heartbeat_gap, a.error,
        coalesce(a.run_id, u.run_id) AS run_id, coalesce(a.trace_id, u.trace_id) AS trace_id, coalesce(a.model, u.model) AS model,
        f.tokens AS predicted_tokens,
        CASE WHEN u.attempt IS NULL THEN a.input_tokens ELSE coalesce(a.input_tokens, 0) + coalesce(u.input_tokens, 0) END AS input_tokens,
@@ -334,10 +365,10 @@ SELECT a.queue, a.id, a.attempt, a.ended, a.worker, f.agent, a.started_at, a.end
 FROM stint.task_attempts a
 JOIN stint.task_facts f ON f.queue = a.queue AND f.id = a.id
 LEFT JOIN stint.usage_late u ON u.queue = a.queue AND u.id = a.id AND u.attempt = a.attempt AND u.key = 'callback';
-COMMENT ON VIEW stint.attempts IS 'Every ended attempt: how it ended (completed, failed, cancelled, released, lapsed), its run and trace id, tokens and cost, usage that came late included';
+COMMENT ON VIEW stint.attempts IS 'Every ended attempt: how it ended (completed, failed, cancelled, released, snoozed, lapsed), its run and trace id, tokens and cost, usage that came late included';
 
 CREATE VIEW stint.queue_stats AS
-SELECT q.queue,
+SELECT q.queue, q.paused,
        (SELECT count(*) FROM stint.place_scheduled s WHERE s.queue = q.queue) AS scheduled,
        (SELECT count(*) FROM stint.place_ready w WHERE w.queue = q.queue) AS ready,
        (SELECT count(*) FROM stint.place_running r WHERE r.queue = q.queue) AS running,
@@ -352,7 +383,7 @@ LEFT JOIN (
            count(*) FILTER (WHERE t.outcome = 'cancelled') AS cancelled
     FROM stint.task_outcomes t GROUP BY t.queue
 ) o ON o.queue = q.queue;
-COMMENT ON VIEW stint.queue_stats IS 'Tasks of each queue by status, and since when the oldest ready one waits';
+COMMENT ON VIEW stint.queue_stats IS 'Tasks of each queue by status, whether it is paused, and since when the oldest ready one waits';
 /* </end connected objects> */
 
 /* <begin connected objects> */
@@ -374,12 +405,14 @@ CREATE FUNCTION stint.create_queue(
     key_retention interval DEFAULT '7 days',
     late_result text DEFAULT 'accept',
     notify boolean DEFAULT true,
-    comment text DEFAULT NULL
+    comment text DEFAULT NULL,
+    max_run_time interval DEFAULT NULL,
+    paused boolean DEFAULT false
 ) RETURNS void
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'create_queue_wrapper';
-REVOKE ALL ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text) FROM PUBLIC;
-COMMENT ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text) IS
+REVOKE ALL ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text, interval, boolean) FROM PUBLIC;
+COMMENT ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text, interval, boolean) IS
 'Makes a queue.
 lease_for: how long a claim holds a task unless the task or the claim says otherwise; longer than the worker''s worst pause.
 max_attempts: attempts that may fail or lapse before the task fails.
@@ -388,6 +421,7 @@ budgets: budgets every task of the queue draws on.
 key_retention: how long an idempotency key is kept at least; never shorter than its task lives.
 late_result: ''accept'' takes the result of a lapsed lease while nobody else has the task; ''reject'' does not.
 notify: whether changes ring the channel stint_queue (a coalesced doorbell sent by the maintenance worker, never by your transaction).
+max_run_time: the longest an attempt may run: no heartbeat keeps its lease longer, so the sweep takes it back (the attempt counts). paused: whether claims find nothing for now.
 Errors: 42710 the queue exists; 42704 unknown budget; 22023 a value out of its bounds.';
 
 CREATE FUNCTION stint.create_budget(
@@ -417,17 +451,18 @@ CREATE FUNCTION stint.enqueue(
     budgets text[] DEFAULT NULL,
     max_attempts int DEFAULT NULL,
     lease_for interval DEFAULT NULL,
-    labels jsonb DEFAULT NULL
+    labels jsonb DEFAULT NULL,
+    max_run_time interval DEFAULT NULL
 ) RETURNS uuid
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'enqueue_wrapper';
-REVOKE ALL ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], int, interval, jsonb) FROM PUBLIC;
-COMMENT ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], int, interval, jsonb) IS
+REVOKE ALL ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], int, interval, jsonb, interval) FROM PUBLIC;
+COMMENT ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], int, interval, jsonb, interval) IS
 'Adds a task to a queue and returns its id, a UUIDv7. The payload reaches the worker byte for byte as jsonb keeps it.
 priority: higher is claimed sooner. run_at or delay: not before that instant, or that long from now.
 key: at most one task for each queue and key while the key is kept; a repeat returns the id of the first and changes nothing.
 agent: who the work is for, for accounting. tokens: predicted tokens, reserved of every budget while the task runs.
-budgets: budgets it draws on beside its queue''s. max_attempts, lease_for: in place of the queue''s. labels: anything you want to find it by.
+budgets: budgets it draws on beside its queue''s. max_attempts, lease_for, max_run_time: in place of the queue''s. labels: anything you want to find it by.
 Waits for: another transaction that holds the same key. Sends no NOTIFY.
 Errors: 42704 unknown queue or budget; 54000 over a limit, or a prediction above a budget''s capacity; 22023 a value out of its bounds.';
 
@@ -448,15 +483,18 @@ CREATE FUNCTION stint.claim(
     worker text,
     max int DEFAULT 1,
     lease_for interval DEFAULT NULL,
-    wait interval DEFAULT NULL
+    wait interval DEFAULT NULL,
+    agents text[] DEFAULT NULL
 ) RETURNS TABLE (queue text, id uuid, attempt int, lease uuid, payload jsonb, priority int, agent text, tokens bigint, labels jsonb, enqueued_at timestamptz, expires_at timestamptz, expires_in_ms bigint)
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'claim_wrapper';
-REVOKE ALL ON FUNCTION stint.claim(text, text, int, interval, interval) FROM PUBLIC;
-COMMENT ON FUNCTION stint.claim(text, text, int, interval, interval) IS
+REVOKE ALL ON FUNCTION stint.claim(text, text, int, interval, interval, text[]) FROM PUBLIC;
+COMMENT ON FUNCTION stint.claim(text, text, int, interval, interval, text[]) IS
 'Takes at most max tasks under a lease each, by priority (descending), then enqueue order; only tasks whose budgets all have room.
 worker: who runs them, as shown in stint.tasks. lease_for: in place of the task''s or the queue''s.
 wait: sleep in the server until a task is there, at most so long (and at most stint.max_wait); one waiter is woken for each task. Give waiters a connection pool of their own.
+agents: only tasks for these agents, 1 to 100 of them; others are neither held up nor moved. A wait for some agents looks ten times a second, since no wake-up is meant for it.
+A paused queue yields nothing.
 lease is a secret: it is the right to end this attempt. expires_in_ms counts from the claim.
 An empty claim writes nothing. Use in FROM. Never waits for other sessions'' rows.
 Errors: 42704 unknown queue; 25001 wait under REPEATABLE READ; 40001 under REPEATABLE READ when another session took the row; 0A000 when a transaction that claimed budgeted tasks is prepared.';
@@ -474,7 +512,7 @@ LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'extend_wrapper';
 REVOKE ALL ON FUNCTION stint.extend(text, uuid, uuid, interval, jsonb, text, text) FROM PUBLIC;
 COMMENT ON FUNCTION stint.extend(text, uuid, uuid, interval, jsonb, text, text) IS
-'The heartbeat: the lease now ends duration from now (by default as long as it was granted for).
+'The heartbeat: the lease now ends duration from now (by default as long as it was granted for), but never after the attempt''s max_run_time.
 status: ''held''; ''cancel_requested'' (still held: stop, then fail or release); ''lost'' (another attempt may run: stop).
 progress, run_id, trace_id: kept and shown in stint.tasks and, for a worker that dies, in stint.attempts.
 A lease past its time that was not swept yet is extended. Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
@@ -565,8 +603,9 @@ LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'sweep_wrapper';
 REVOKE ALL ON FUNCTION stint.sweep(int) FROM PUBLIC;
 COMMENT ON FUNCTION stint.sweep(int) IS
-'Takes back at most max tasks whose lease has lapsed: the attempt counts, the task is claimable again at once, or fails when its attempts are used up.
-The maintenance worker does this all the time; call it where none runs. Rows that another session holds are left for the next round. Use in FROM.';
+'Takes back at most max tasks whose lease has lapsed, in the order of their times: the attempt counts, the task is claimable again at once, or fails when its attempts are used up.
+The maintenance worker does this all the time; call it where none runs. Rows that another session holds are left for the next round.
+A task that cannot be taken back (somebody''s trigger raises, say) is set aside for the round and told in a WARNING; those behind it are rescued all the same. Use in FROM.';
 
 CREATE FUNCTION stint.promote(
     max int DEFAULT 1000
@@ -624,6 +663,393 @@ COMMENT ON VIEW stint.budgets IS 'Budgets: limits, what is in use, and the room 
 -- src/lib.rs
 -- requires:
 --   queue_verbs
+
+-- Schedules: cron text in a time zone, and the slots that fired. A slot is one row, in the transaction of its task, and its key makes it fire once. Rows of
+-- schedule_slots are only added and, when they are old, removed; a schedule's own row changes when somebody pauses or resumes it.
+
+CREATE TABLE stint.schedule_config (
+    schedule        text COLLATE "C" PRIMARY KEY,
+    cron            text NOT NULL,
+    time_zone       text NOT NULL,
+    into_queue      text COLLATE "C" NOT NULL,
+    payload         jsonb NOT NULL,
+    priority        int NOT NULL,
+    delay           interval,
+    key             text COLLATE "C",
+    agent           text COLLATE "C",
+    tokens          bigint,
+    budgets         text[] COLLATE "C" NOT NULL,
+    max_attempts    int,
+    lease_for       interval,
+    labels          jsonb,
+    catch_up        text NOT NULL CHECK (catch_up IN ('none', 'last', 'all')),
+    paused          boolean NOT NULL,
+    since           timestamptz NOT NULL,
+    comment         text,
+    created_at      timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE stint.schedule_config IS 'Schedules and the task each makes; made by stint.create_schedule. since: slots up to then are not due (when it was created or resumed)';
+
+CREATE TABLE stint.schedule_slots (
+    schedule        text COLLATE "C" NOT NULL,
+    slot            timestamptz NOT NULL,
+    fired_at        timestamptz NOT NULL,
+    queue_was       text COLLATE "C" NOT NULL,
+    id              uuid,
+    error           text,
+    PRIMARY KEY (schedule, slot)
+);
+COMMENT ON TABLE stint.schedule_slots IS 'The latest slots of each schedule: the task each made, or the error that kept it from making one';
+
+SELECT pg_catalog.pg_extension_config_dump('stint.schedule_config', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.schedule_slots', '');
+
+CREATE FUNCTION stint.create_schedule(
+    queue text,
+    name text,
+    cron text,
+    payload jsonb,
+    time_zone text DEFAULT 'UTC',
+    priority int DEFAULT 0,
+    delay interval DEFAULT NULL,
+    key text DEFAULT NULL,
+    agent text DEFAULT NULL,
+    tokens bigint DEFAULT NULL,
+    budgets text[] DEFAULT '{}',
+    max_attempts int DEFAULT NULL,
+    lease_for interval DEFAULT NULL,
+    labels jsonb DEFAULT NULL,
+    catch_up text DEFAULT 'last',
+    paused boolean DEFAULT false,
+    comment text DEFAULT NULL
+) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'create_schedule_wrapper';
+REVOKE ALL ON FUNCTION stint.create_schedule(text, text, text, jsonb, text, int, interval, text, text, bigint, text[], int, interval, jsonb, text, boolean, text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.create_schedule(text, text, text, jsonb, text, int, interval, text, text, bigint, text[], int, interval, jsonb, text, boolean, text) IS
+'Has a task made in the queue at every time that the cron text names. name: of the schedule, one in the database.
+cron: minute, hour, day of month, month, day of week, as cron reads them: *, lists, ranges, steps (*/15), names (MON, JAN), L (the last day), 15W (the weekday nearest to the 15th), FRI#2
+(the second Friday), +MON (and a Monday, not or); or @hourly, @daily, @weekly, @monthly, @yearly. Where days of month and of week are both given, either is enough.
+time_zone: a name of the IANA database; the text is read on the wall clock there. Where that clock is set, a text that names hours fires once for each time it names: one that is
+skipped, at the first instant after the gap (02:30 becomes 03:00); one that comes twice, the first time. A text that matches every hour follows real time: it fires at every matching
+minute that comes, and makes up none that does not.
+payload, priority, delay, key, agent, tokens, budgets, max_attempts, lease_for, labels: of each task, as stint.enqueue takes them. With a key, a slot that comes while the key is held
+makes no task of its own; in a queue with key_retention 0 that is while the last one is not finished.
+catch_up: what becomes of slots missed by more than a minute, because the server was down or its clock was set forward: ''none'' leaves them out; ''last'' fires once, for the latest; ''all''
+fires each, the earliest first. A clock set back fires nothing twice: the schedule goes on when the clock is past the last slot.
+Slots up to now, or in a pause, are never due. Errors: 22023 cron, time_zone or catch_up that means nothing; 42710 the name is taken; 42704 unknown queue or budget; else as stint.enqueue.';
+
+CREATE FUNCTION stint.pause_schedule(name text) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'pause_schedule_wrapper';
+REVOKE ALL ON FUNCTION stint.pause_schedule(text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.pause_schedule(text) IS
+'Has a schedule make no tasks until stint.resume_schedule. Once this has committed, none comes any more. Nothing changes where it is paused. Errors: 42704 unknown schedule.';
+
+CREATE FUNCTION stint.resume_schedule(name text) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'resume_schedule_wrapper';
+REVOKE ALL ON FUNCTION stint.resume_schedule(text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.resume_schedule(text) IS
+'Has a paused schedule go on with the next slot; those that fell into the pause are not made up, whatever its catch_up. Nothing changes where it is not paused. Errors: 42704 unknown schedule.';
+
+CREATE FUNCTION stint.drop_schedule(name text) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'drop_schedule_wrapper';
+REVOKE ALL ON FUNCTION stint.drop_schedule(text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.drop_schedule(text) IS 'Removes a schedule and what is kept of its slots. Tasks it made stay. Errors: 42704 unknown schedule.';
+
+CREATE FUNCTION stint.fire_schedules(max int DEFAULT 1000) RETURNS int
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'fire_schedules_wrapper';
+REVOKE ALL ON FUNCTION stint.fire_schedules(int) FROM PUBLIC;
+COMMENT ON FUNCTION stint.fire_schedules(int) IS
+'Fires at most max slots that are due, schedule by schedule, and returns how many. Each slot and its task are made together, and no slot fires twice whoever calls this.
+A task that is refused (its queue was dropped, a budget has no room for it ever) leaves its error at the slot, shown in stint.schedules; the other schedules go on. What may pass by
+itself (a lock that was waited for in vain, a full disk) is a WARNING, and the slot is tried again. A schedule that another session fires is left to it.
+The maintenance worker does this all the time; call it where none runs. Errors: 55000 in a copy of another database, before stint.activate().';
+
+CREATE FUNCTION stint.next_fire(
+    cron text,
+    time_zone text DEFAULT 'UTC',
+    since timestamptz DEFAULT clock_timestamp()
+) RETURNS timestamptz
+LANGUAGE c STABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'next_fire_wrapper';
+REVOKE ALL ON FUNCTION stint.next_fire(text, text, timestamptz) FROM PUBLIC;
+COMMENT ON FUNCTION stint.next_fire(text, text, timestamptz) IS
+'When a schedule with this cron text and time zone would fire first, strictly after since: for trying a text before stint.create_schedule. Errors: 22023 cron or time_zone that means nothing.';
+
+CREATE VIEW stint.schedules AS
+SELECT c.schedule, c.cron, c.time_zone, c.into_queue AS queue,
+       CASE WHEN NOT c.paused
+            THEN stint.next_fire(c.cron, c.time_zone,
+                                 greatest(c.since, s.slot, CASE WHEN c.catch_up = 'none' THEN clock_timestamp() - interval '1 minute' END)) END AS next_fire,
+       f.slot AS last_fire, f.id AS last_task, c.paused, e.error AS last_error, e.slot AS last_error_slot, c.catch_up, c.comment, c.created_at
+FROM stint.schedule_config c
+LEFT JOIN LATERAL (SELECT l.slot FROM stint.schedule_slots l WHERE l.schedule = c.schedule ORDER BY l.slot DESC LIMIT 1) s ON true
+LEFT JOIN LATERAL (SELECT l.slot, l.id FROM stint.schedule_slots l WHERE l.schedule = c.schedule AND l.id IS NOT NULL ORDER BY l.slot DESC LIMIT 1) f ON true
+LEFT JOIN LATERAL (SELECT l.slot, l.error FROM stint.schedule_slots l WHERE l.schedule = c.schedule AND l.error IS NOT NULL ORDER BY l.slot DESC LIMIT 1) e ON true;
+COMMENT ON VIEW stint.schedules IS
+'Schedules: when each fires next (in the past: it is due; null: paused), the last slot that made a task and that task, and the last slot whose task was refused and why';
+
+CREATE VIEW stint.schedule_fires AS
+SELECT l.schedule, l.slot, l.fired_at, l.queue_was AS queue, l.id, l.error
+FROM stint.schedule_slots l;
+COMMENT ON VIEW stint.schedule_fires IS 'The last hundred slots of each schedule: when each was due and when it fired, and its task or why there is none';
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   schedules
+
+-- Running a queue: its settings while it works, single tasks moved by hand, batches, and what shows how it does. The verbs are functions of the library (src/queue).
+
+CREATE FUNCTION stint.alter_queue(
+    queue text,
+    lease_for interval DEFAULT NULL,
+    max_attempts int DEFAULT NULL,
+    backoff_base interval DEFAULT NULL,
+    backoff_factor double precision DEFAULT NULL,
+    backoff_max interval DEFAULT NULL,
+    backoff_jitter double precision DEFAULT NULL,
+    budgets text[] DEFAULT NULL,
+    key_retention interval DEFAULT NULL,
+    late_result text DEFAULT NULL,
+    notify boolean DEFAULT NULL,
+    comment text DEFAULT NULL,
+    max_run_time interval DEFAULT NULL,
+    paused boolean DEFAULT NULL
+) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'alter_queue_wrapper';
+REVOKE ALL ON FUNCTION stint.alter_queue FROM PUBLIC;
+COMMENT ON FUNCTION stint.alter_queue IS
+'Changes a queue''s settings; the arguments are those of stint.create_queue, and null keeps what is there. max_run_time => ''0'' and comment => '''' take theirs away.
+What runs goes on under the lease, deadline and budgets it was claimed with. Waits for: another open transaction that changes the same queue.
+Errors: 42704 unknown queue or budget; 22023 a value out of its bounds.';
+
+CREATE FUNCTION stint.pause_queue(queue text) RETURNS boolean
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'pause_queue_wrapper';
+REVOKE ALL ON FUNCTION stint.pause_queue FROM PUBLIC;
+COMMENT ON FUNCTION stint.pause_queue IS
+'Has claims of a queue find nothing, until stint.resume_queue, also after a restart. Tasks are still taken in, scheduled ones become ready, and what runs goes on
+to its end. A claim that began before this commits may still take a task. Returns whether this call changed anything. Errors: 42704 unknown queue.';
+
+CREATE FUNCTION stint.resume_queue(queue text) RETURNS boolean
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'resume_queue_wrapper';
+REVOKE ALL ON FUNCTION stint.resume_queue FROM PUBLIC;
+COMMENT ON FUNCTION stint.resume_queue IS
+'Ends a pause; sessions that wait in claim look at once. Returns whether this call changed anything. Errors: 42704 unknown queue.';
+
+CREATE FUNCTION stint.purge_queue(
+    queue text,
+    max bigint DEFAULT NULL,
+    reason text DEFAULT NULL
+) RETURNS bigint
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'purge_queue_wrapper';
+REVOKE ALL ON FUNCTION stint.purge_queue FROM PUBLIC;
+COMMENT ON FUNCTION stint.purge_queue IS
+'Cancels waiting tasks (ready and scheduled ones): each gets the outcome ''cancelled'' with reason as its error, and keeps its history. Returns how many.
+max: at most so many in this transaction; call it until it returns 0 to keep transactions short. Without it, all of them. Running and finished tasks stay as they are.
+Rows that another session holds are left out. Pause the queue first if nothing more shall be claimed. Errors: 42704 unknown queue.';
+
+CREATE FUNCTION stint.drop_queue(
+    queue text,
+    force boolean DEFAULT false
+) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'drop_queue_wrapper';
+REVOKE ALL ON FUNCTION stint.drop_queue FROM PUBLIC;
+COMMENT ON FUNCTION stint.drop_queue IS
+'Removes a queue. One that has tasks, live or finished, is refused (2BP01) unless force is true: then they go with their keys, attempts, usage and outcomes, and a worker
+that still runs one learns from its next call that the queue is unknown. Budgets stay.
+Locks task_facts, task_outcomes and the tables of live tasks against writers for its last step: it waits for open transactions that wrote to them, and other queues wait
+for it meanwhile; set lock_timeout. Errors: 42704 unknown queue; 2BP01 it has tasks; 25001 under REPEATABLE READ.';
+
+CREATE FUNCTION stint.enqueue_once(
+    queue text,
+    payload jsonb,
+    key text,
+    conflict text DEFAULT 'return',
+    priority int DEFAULT 0,
+    run_at timestamptz DEFAULT NULL,
+    delay interval DEFAULT NULL,
+    agent text DEFAULT NULL,
+    tokens bigint DEFAULT NULL,
+    budgets text[] DEFAULT NULL,
+    max_attempts int DEFAULT NULL,
+    lease_for interval DEFAULT NULL,
+    labels jsonb DEFAULT NULL,
+    max_run_time interval DEFAULT NULL
+) RETURNS TABLE (id uuid, created boolean)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'enqueue_once_wrapper';
+REVOKE ALL ON FUNCTION stint.enqueue_once FROM PUBLIC;
+COMMENT ON FUNCTION stint.enqueue_once IS
+'Adds a task under a key, as stint.enqueue does, and says whether this call made it. Where the key is held, id is its task''s and nothing changes.
+conflict: what a held key with another payload means: ''return'' answers with the task that is there, ''error'' refuses (23505, naming the key). Payloads are compared as jsonb.
+Waits for: another transaction that holds the same key. Use in FROM. Errors: as stint.enqueue; 22004 no key; 23505 as said.';
+
+CREATE FUNCTION stint.snooze(
+    queue text,
+    id uuid,
+    lease uuid,
+    duration interval
+) RETURNS TABLE (outcome text, first boolean, status text, run_at timestamptz, run_in_ms bigint)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'snooze_wrapper';
+REVOKE ALL ON FUNCTION stint.snooze FROM PUBLIC;
+COMMENT ON FUNCTION stint.snooze IS
+'Puts a claimed task off for duration; the attempt ends as ''snoozed'' and does not count against max_attempts, and its budgets are free.
+outcome: ''snoozed'' (run_at, run_in_ms say until when); ''cancelled'' where that had been asked; else as stint.complete answers. A lease that was snoozed ends nothing any more.
+Use in FROM. Errors: P0002 unknown task; 42704 unknown queue; 22023, 54000 a duration out of bounds.';
+
+CREATE FUNCTION stint.annotate(
+    queue text,
+    id uuid,
+    lease uuid,
+    run_id text DEFAULT NULL,
+    trace_id text DEFAULT NULL
+) RETURNS text
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'annotate_wrapper';
+REVOKE ALL ON FUNCTION stint.annotate FROM PUBLIC;
+COMMENT ON FUNCTION stint.annotate IS
+'Notes the run id on your job platform and its trace id as soon as they are known, so that the attempt of a worker that dies later has them too. The lease stays as long as it was.
+Returns ''held'', ''cancel_requested'' or ''lost'' as stint.extend does; null keeps what was noted before. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.retry(
+    queue text,
+    id uuid
+) RETURNS TABLE (outcome text, status text)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'retry_wrapper';
+REVOKE ALL ON FUNCTION stint.retry FROM PUBLIC;
+COMMENT ON FUNCTION stint.retry IS
+'Makes a failed or cancelled task live again: ready at the end of its line with the priority it was enqueued with. Its attempts stay and count no more, so it has
+max_attempts again; the outcome it had moves to stint.task_retries. A key it had is taken again.
+outcome: ''retried''; ''already_completed''; ''not_finished'', status says where it is; ''key_taken'': another task got its key meanwhile, nothing was changed.
+Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.retry_failed(
+    queue text,
+    since timestamptz DEFAULT NULL,
+    agent text DEFAULT NULL,
+    max int DEFAULT 1000
+) RETURNS bigint
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'retry_failed_wrapper';
+REVOKE ALL ON FUNCTION stint.retry_failed FROM PUBLIC;
+COMMENT ON FUNCTION stint.retry_failed IS
+'Retries at most max failed tasks as stint.retry does, in the order they were enqueued, and returns how many; call it until it returns 0. Cancelled tasks stay.
+since: only those that failed at or after that instant. agent: only those for that agent. Tasks whose key another task got are left out, as are rows that another session holds.
+Errors: 42704 unknown queue; 54000 max above stint.max_batch.';
+
+CREATE FUNCTION stint.reprioritize(
+    queue text,
+    id uuid,
+    priority int
+) RETURNS TABLE (outcome text, status text)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'reprioritize_wrapper';
+REVOKE ALL ON FUNCTION stint.reprioritize FROM PUBLIC;
+COMMENT ON FUNCTION stint.reprioritize IS
+'Gives a waiting task another priority. Among the tasks of that priority it stands where its age puts it. It keeps the priority through its attempts, until stint.retry.
+outcome: ''reprioritized''; ''already_running'' and ''already_finished'' change nothing. Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.complete_many(
+    queue text,
+    items jsonb
+) RETURNS TABLE (ordinality int, id uuid, outcome text, result jsonb, first boolean, status text)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'complete_many_wrapper';
+REVOKE ALL ON FUNCTION stint.complete_many FROM PUBLIC;
+COMMENT ON FUNCTION stint.complete_many IS
+'Ends a batch of attempts as completed. items: an array of objects whose fields are the arguments of stint.complete but the queue; id and lease must be there.
+Returns one row per element, in order, with what stint.complete would answer: each element has an outcome of its own, and one that was superseded does not hold up the others.
+Tasks are taken in the order of their ids. An element that is no item, or names an unknown task, is an error that names it, and then nothing is changed.
+Use in FROM. Errors: as stint.complete, naming the element; 54000 more elements than stint.max_batch.';
+
+CREATE FUNCTION stint.finish_and_claim(
+    queue text,
+    id uuid,
+    lease uuid,
+    worker text,
+    result jsonb DEFAULT NULL,
+    max int DEFAULT 1,
+    lease_for interval DEFAULT NULL,
+    agents text[] DEFAULT NULL,
+    run_id text DEFAULT NULL,
+    trace_id text DEFAULT NULL,
+    model text DEFAULT NULL,
+    input_tokens bigint DEFAULT NULL,
+    cached_tokens bigint DEFAULT NULL,
+    output_tokens bigint DEFAULT NULL,
+    model_cost numeric DEFAULT NULL,
+    compute_cost numeric DEFAULT NULL,
+    confidence real DEFAULT NULL,
+    meta jsonb DEFAULT NULL
+) RETURNS TABLE (kind text, id uuid, outcome text, result jsonb, first boolean, status text, attempt int, lease uuid, payload jsonb, priority int, agent text, tokens bigint, labels jsonb, enqueued_at timestamptz, expires_at timestamptz, expires_in_ms bigint)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'finish_and_claim_wrapper';
+REVOKE ALL ON FUNCTION stint.finish_and_claim FROM PUBLIC;
+COMMENT ON FUNCTION stint.finish_and_claim IS
+'Ends one attempt as completed and claims the next tasks, in one commit. What the finished task held of its budgets is there for the claimed ones.
+Returns one row of kind ''finished'', always and first, with id, outcome, result, first and status as stint.complete answers; then one row of kind ''claimed'' for each task
+claimed, with stint.claim''s columns. The claim happens whatever became of the finished task. Never waits for tasks. The arguments are those of both.
+Use in FROM. Errors: as stint.complete and stint.claim.';
+
+CREATE VIEW stint.stuck AS
+SELECT r.queue, r.id, s.problem, r.worker, f.agent, r.attempt, r.started_at, r.heartbeat_at,
+       coalesce(r.extended_until, r.expires_at) AS expires_at, r.deadline, r.run_id, r.trace_id
+FROM stint.place_running r
+JOIN stint.task_facts f ON f.queue = r.queue AND f.id = r.id
+CROSS JOIN LATERAL (
+    SELECT CASE WHEN r.deadline <= n.at THEN 'past max_run_time'
+                WHEN coalesce(r.extended_until, r.expires_at) <= n.at THEN 'lapsed'
+                WHEN r.deadline - n.at < (n.at - r.started_at) / 9 THEN 'near max_run_time'
+                WHEN coalesce(r.extended_until, r.expires_at) - n.at < (r.expires_at - r.started_at) / 5
+                THEN CASE WHEN r.heartbeat_at IS NULL THEN 'near expiry, no heartbeat' ELSE 'near expiry, heartbeat overdue' END
+           END AS problem
+    FROM (SELECT clock_timestamp() AS at) n
+) s
+WHERE s.problem IS NOT NULL;
+COMMENT ON VIEW stint.stuck IS
+'Running attempts that look stuck: ''lapsed'' or ''past max_run_time'' and not swept yet; ''near max_run_time'', nine tenths are over; ''near expiry'', less than a fifth of the
+lease is left, without a heartbeat or with one overdue';
+
+CREATE FUNCTION stint.lease_advice(queue text) RETURNS TABLE (
+    agent text, attempts bigint, lapsed bigint, run_time_p50 interval, run_time_p99 interval, heartbeat_gap_p50 interval, heartbeat_gap_p99 interval,
+    lease_for interval, advice text
+)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'lease_advice_wrapper';
+REVOKE ALL ON FUNCTION stint.lease_advice FROM PUBLIC;
+COMMENT ON FUNCTION stint.lease_advice IS
+'For each agent of a queue: how long its attempts ran (median and 99th percentile) and the longest gap between two heartbeats of one attempt (likewise), against the
+queue''s lease, and in words what follows. Lapsed attempts are counted, but not timed. Reads all attempts of the queue. Use in FROM. Errors: 42704 unknown queue.';
+
+CREATE FUNCTION stint.prediction_advice(queue text) RETURNS TABLE (
+    agent text, attempts bigint, predicted_tokens numeric, actual_tokens numeric, factor numeric, factor_p50 numeric, factor_p99 numeric, advice text
+)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'prediction_advice_wrapper';
+REVOKE ALL ON FUNCTION stint.prediction_advice FROM PUBLIC;
+COMMENT ON FUNCTION stint.prediction_advice IS
+'For each agent of a queue: the tokens predicted for its completed and failed attempts against those they reported (input and output), together and as the median and
+99th percentile of the factor between the two, and in words what follows. Tasks without a prediction and attempts without reported tokens are left out.
+Reads all attempts of the queue. Use in FROM. Errors: 42704 unknown queue.';
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   queue_operations
 
 -- State tables: which tables are declared, and how their rows merge.
 
@@ -1039,8 +1465,11 @@ AS $$
         UNION ALL SELECT r.queue, r.id, 'running', r.lane, r.attempt - 1, r.counted FROM stint.place_running r
     ), ended AS (
         SELECT a.queue, a.id, count(*) AS attempts, max(a.attempt) AS last,
-               count(*) FILTER (WHERE a.ended IN ('failed', 'lapsed')) AS counted
-        FROM stint.task_attempts a GROUP BY a.queue, a.id
+               count(*) FILTER (WHERE a.ended IN ('failed', 'lapsed') AND a.attempt > coalesce(t.attempt, 0)) AS counted
+        FROM stint.task_attempts a
+        LEFT JOIN (SELECT r.queue, r.id, max(r.attempt) AS attempt FROM stint.task_retries r GROUP BY r.queue, r.id) t
+               ON t.queue = a.queue AND t.id = a.id
+        GROUP BY a.queue, a.id
     )
     SELECT 'a live task is in exactly one place, a finished one in none', f.queue, f.id,
            coalesce('in ' || string_agg(p.place, ', '), 'in no place') || coalesce(', outcome ' || o.outcome, ', no outcome')
@@ -1055,7 +1484,8 @@ AS $$
           UNION ALL SELECT o.queue, o.id, 'outcome' FROM stint.task_outcomes o
           UNION ALL SELECT e.queue, e.id, 'attempts' FROM ended e
           UNION ALL SELECT k.queue, k.id, 'key ' || k.key FROM stint.task_keys k
-          UNION ALL SELECT u.queue, u.id, 'late usage' FROM stint.usage_late u) x
+          UNION ALL SELECT u.queue, u.id, 'late usage' FROM stint.usage_late u
+          UNION ALL SELECT t.queue, t.id, 'retry ' || t.retry FROM stint.task_retries t) x
     WHERE NOT EXISTS (SELECT FROM stint.task_facts f WHERE f.queue = x.queue AND f.id = x.id)
     UNION ALL
     SELECT 'every task belongs to a queue', f.queue, f.id, 'unknown queue'
@@ -1081,7 +1511,14 @@ AS $$
     FROM (SELECT o.queue, o.id, o.outcome AS word FROM stint.task_outcomes o WHERE o.outcome NOT IN ('completed', 'failed', 'cancelled')
           UNION ALL
           SELECT a.queue, a.id, a.ended FROM stint.task_attempts a
-          WHERE a.ended NOT IN ('completed', 'failed', 'cancelled', 'released', 'lapsed')) x
+          WHERE a.ended NOT IN ('completed', 'failed', 'cancelled', 'released', 'snoozed', 'lapsed')) x
+    UNION ALL
+    SELECT 'a ready row names the agent of its task', w.queue, w.id, coalesce(w.agent, 'none') || ' in place of ' || coalesce(f.agent, 'none')
+    FROM stint.place_ready w JOIN stint.task_facts f ON f.queue = w.queue AND f.id = w.id
+    WHERE w.agent IS DISTINCT FROM f.agent
+    UNION ALL
+    SELECT 'a lease ends by the deadline of its attempt', r.queue, r.id, coalesce(r.extended_until, r.expires_at) || ' is after ' || r.deadline
+    FROM stint.place_running r WHERE coalesce(r.extended_until, r.expires_at) > r.deadline
     UNION ALL
     SELECT 'no lease is granted twice', r.queue, r.id, 'running under the lease of attempt ' || a.attempt
     FROM stint.place_running r JOIN stint.task_attempts a ON a.queue = r.queue AND a.id = r.id AND a.lease = r.lease
@@ -1092,6 +1529,10 @@ AS $$
     UNION ALL
     SELECT 'the live usage of a budget is what its running tasks reserve', NULL, NULL, u.budget || ': ' || u.running || ' running, ' || u.tokens || ' tokens'
     FROM stint.budget_usage() u WHERE NOT u.derived
+    UNION ALL
+    SELECT 'a slot belongs to a schedule and has a task or an error', s.queue_was, s.id, s.schedule || ' at ' || s.slot
+    FROM stint.schedule_slots s LEFT JOIN stint.schedule_config c ON c.schedule = s.schedule
+    WHERE c.schedule IS NULL OR (s.id IS NULL) = (s.error IS NULL)
 $$;
 REVOKE ALL ON FUNCTION stint.check() FROM PUBLIC;
 COMMENT ON FUNCTION stint.check() IS
@@ -1246,6 +1687,18 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/queue/alter.rs
+-- pg_stint::queue::alter::alter_queue
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/annotate.rs
+-- pg_stint::queue::annotate::annotate
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/budget/live.rs
 -- pg_stint::budget::live::budget_usage
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -1282,6 +1735,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/queue/complete_many.rs
+-- pg_stint::queue::complete_many::complete_many
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/budget/create.rs
 -- pg_stint::budget::create::create_budget
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -1300,6 +1759,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/queue/schedule.rs
+-- pg_stint::queue::schedule::create_schedule
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/state/declare.rs
 -- pg_stint::state::declare::create_state
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -1308,6 +1773,18 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* <begin connected objects> */
 -- src/changelog/consumer.rs
 -- pg_stint::changelog::consumer::drop_consumer
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/drop.rs
+-- pg_stint::queue::drop::drop_queue
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/schedule.rs
+-- pg_stint::queue::schedule::drop_schedule
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -1336,6 +1813,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/queue/enqueue_once.rs
+-- pg_stint::queue::enqueue_once::enqueue_once
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/queue/keys.rs
 -- pg_stint::queue::keys::expire_keys
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -1360,6 +1843,18 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/queue/finish_and_claim.rs
+-- pg_stint::queue::finish_and_claim::finish_and_claim
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/schedule.rs
+-- pg_stint::queue::schedule::fire_schedules
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/snapshot/as_of.rs
 -- pg_stint::snapshot::as_of::images_after
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -1368,6 +1863,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* <begin connected objects> */
 -- src/worker/status.rs
 -- pg_stint::worker::status::launcher_state
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/advice.rs
+-- pg_stint::queue::advice::lease_advice
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -1384,6 +1885,24 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/queue/schedule.rs
+-- pg_stint::queue::schedule::next_fire
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/alter.rs
+-- pg_stint::queue::alter::pause_queue
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/schedule.rs
+-- pg_stint::queue::schedule::pause_schedule
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/snapshot/pin.rs
 -- pg_stint::snapshot::pin::pin
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -1396,14 +1915,32 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/queue/advice.rs
+-- pg_stint::queue::advice::prediction_advice
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/queue/promote.rs
 -- pg_stint::queue::promote::promote
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/queue/purge.rs
+-- pg_stint::queue::purge::purge_queue
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/queue/release.rs
 -- pg_stint::queue::release::release
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/reprioritize.rs
+-- pg_stint::queue::reprioritize::reprioritize
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -1416,6 +1953,36 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* <begin connected objects> */
 -- src/queue/lines.rs
 -- pg_stint::queue::lines::rescan
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/alter.rs
+-- pg_stint::queue::alter::resume_queue
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/schedule.rs
+-- pg_stint::queue::schedule::resume_schedule
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/retry.rs
+-- pg_stint::queue::retry::retry
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/retry.rs
+-- pg_stint::queue::retry::retry_failed
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/snooze.rs
+-- pg_stint::queue::snooze::snooze
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
