@@ -5,9 +5,9 @@ use pgrx::prelude::*;
 use std::panic::AssertUnwindSafe;
 use std::ptr::null;
 
-/// Runs `work`; where it raises, what it did is undone and the error's message returned. A cancelled statement or a server that shuts down is raised on. Open
-/// every SPI connection inside `work`.
-pub fn isolated<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+/// Runs `work`; where it raises, what it did is undone and the error's SQLSTATE and message returned. A cancelled statement or a server that shuts down is
+/// raised on. Open every SPI connection inside `work`.
+pub fn isolated<T>(work: impl FnOnce() -> T) -> Result<T, (PgSqlErrorCode, String)> {
     // SAFETY: PostgreSQL's own pairs, as PL/pgSQL's exception blocks use them: one of the two ends the subtransaction on every path but a raise, which the
     // abort of the whole transaction ends. Memory context and resource owner are put back as they were.
     unsafe {
@@ -25,7 +25,7 @@ pub fn isolated<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     }
 }
 
-fn failed<T>(error: CaughtError) -> Result<T, String> {
+fn failed<T>(error: CaughtError) -> Result<T, (PgSqlErrorCode, String)> {
     let report = match &error {
         CaughtError::PostgresError(report) | CaughtError::ErrorReport(report) | CaughtError::RustPanic { ereport: report, .. } => report,
     };
@@ -34,5 +34,5 @@ fn failed<T>(error: CaughtError) -> Result<T, String> {
     if ends.contains(&report.sql_error_code()) {
         error.rethrow()
     }
-    Err(report.message().to_string())
+    Err((report.sql_error_code(), report.message().to_string()))
 }

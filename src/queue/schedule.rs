@@ -8,8 +8,8 @@ use super::config;
 use super::enqueue::{self, Request};
 use crate::changelog::epoch;
 use crate::errors;
+use crate::savepoint;
 use crate::spi::{self, Session, Statement, arg};
-use crate::subxact;
 use crate::values::{Instant, RawInterval, RawJsonb, SECOND};
 use crate::{guc, input, shmem};
 use pgrx::pg_sys::panic::ErrorReport;
@@ -346,7 +346,7 @@ fn fire_one(session: &Session, due: &Due, now: Instant) -> bool {
         let fired = session.run(&SLOT, &[arg(&*due.schedule), arg(slot), arg(now), arg(&*queue), arg(id), arg(error)]);
         !fired.is_empty()
     };
-    let made = subxact::attempt(|| {
+    let made = savepoint::isolated(|| {
         let request = Request {
             payload: row.must(0, 2),
             priority: row.must(0, 3),

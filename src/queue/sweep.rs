@@ -179,7 +179,7 @@ fn sweep_singly(first: i64, max: usize, now: Instant) -> Swept {
                     swept.cancelled += one.cancelled;
                     one.ready.into_iter().for_each(|(name, tasks)| *swept.ready.entry(name).or_default() += tasks);
                 }
-                Err(why) => {
+                Err((_, why)) => {
                     ASIDE.with_borrow_mut(|aside| aside.push((id, now)));
                     bad.push((name, id, why));
                 }

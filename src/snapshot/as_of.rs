@@ -8,8 +8,8 @@ use crate::changelog::capture;
 use crate::changelog::images::key_sql;
 use crate::changelog::reader::quote;
 use crate::errors::{self, Fault};
+use crate::relation::Relation;
 use crate::spi::{Identity, Session, Statement, arg, connect};
-use crate::state::relation::Relation;
 use pgrx::prelude::*;
 
 static EXISTS: Statement = Statement::new(

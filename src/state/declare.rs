@@ -1,9 +1,9 @@
 //! `create_state` and `drop_state`: what makes a table a state table.
 
-use super::relation::{Column, Relation};
 use super::rights;
 use crate::changelog::capture;
 use crate::errors::{self, Fault};
+use crate::relation::{Column, Relation};
 use crate::snapshot::as_of;
 use crate::spi::{self, Identity, Session, Statement, arg};
 use crate::values::RawJsonb;

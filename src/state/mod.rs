@@ -3,5 +3,4 @@
 pub mod declare;
 pub mod merge;
 mod plans;
-pub mod relation;
 mod rights;

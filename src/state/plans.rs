@@ -2,7 +2,7 @@
 //! or that a schema was renamed; it is then compiled again at the next merge.
 
 use super::declare::{describe, json_text, not_declared, raise};
-use super::relation::Relation;
+use crate::relation::Relation;
 use crate::spi::{Prepared, Session, Statement, arg};
 use crate::values::RawJsonb;
 use pgrx::prelude::*;

@@ -1,7 +1,7 @@
 //! What a caller may do with a state table: the ordinary grants on it decide.
 
-use super::relation::Relation;
 use crate::errors::Fault;
+use crate::relation::Relation;
 use crate::spi::{Session, Statement, arg};
 use pgrx::prelude::*;
 
