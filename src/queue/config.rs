@@ -23,6 +23,7 @@ static QUEUE: Statement = Statement::new(
              (extract(epoch from q.key_retention) * 1e6)::bigint,
              q.late_result = 'accept',
              q.notify,
+             q.strict_groups,
              array(select b.number from stint.budget_config b where b.budget = any (q.budgets) order by b.number)
       from stint.queue_config q
       where q.queue = $1",
@@ -78,6 +79,8 @@ pub struct Queue {
     pub late_accepted: bool,
     /// Whether its doorbell rings.
     pub notify: bool,
+    /// Whether at most one task of a group may run.
+    pub strict_groups: bool,
     /// The numbers of the queue's own budgets.
     pub own_budgets: Vec<i32>,
     /// Every budget that some lane draws on, by number.
@@ -148,7 +151,7 @@ fn read(session: &Session, name: &str) -> Option<Queue> {
     if row.is_empty() {
         return None;
     }
-    let own_budgets: Vec<i32> = row.must(0, 11);
+    let own_budgets: Vec<i32> = row.must(0, 12);
     let lanes = session.run(&LANES, &[arg(name)]);
     let lane_budgets: Vec<(i32, Vec<i32>)> = (0..lanes.len()).map(|at| (lanes.must(at, 1), lanes.must(at, 2))).collect();
     let mut numbers: Vec<i32> = own_budgets.iter().chain(lane_budgets.iter().flat_map(|(_, own)| own)).copied().collect();
@@ -170,6 +173,7 @@ fn read(session: &Session, name: &str) -> Option<Queue> {
         key_retention: row.must(0, 8),
         late_accepted: row.must(0, 9),
         notify: row.must(0, 10),
+        strict_groups: row.must(0, 11),
         own_budgets,
         budgets,
         lanes,

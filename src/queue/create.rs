@@ -9,8 +9,8 @@ use pgrx::prelude::*;
 
 static INSERT: Statement = Statement::new(
     c"insert into stint.queue_config
-             (queue, lease_for, max_attempts, backoff_base, backoff_factor, backoff_max, backoff_jitter, budgets, key_retention, late_result, notify, comment)
-      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)
+             (queue, lease_for, max_attempts, backoff_base, backoff_factor, backoff_max, backoff_jitter, budgets, key_retention, late_result, notify, strict_groups, comment)
+      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)
       on conflict (queue) do nothing",
     &[
         pg_sys::TEXTOID,
@@ -23,6 +23,7 @@ static INSERT: Statement = Statement::new(
         pg_sys::TEXTARRAYOID,
         pg_sys::INTERVALOID,
         pg_sys::TEXTOID,
+        pg_sys::BOOLOID,
         pg_sys::BOOLOID,
         pg_sys::TEXTOID,
     ],
@@ -44,6 +45,7 @@ fn create_queue(
     key_retention: Option<RawInterval>,
     late_result: Option<&str>,
     notify: Option<bool>,
+    strict_groups: Option<bool>,
     comment: Option<&str>,
 ) {
     shmem::required();
@@ -65,6 +67,7 @@ fn create_queue(
         errors::invalid(format!("late_result \"{late_result}\" is not known"), "Use 'accept' or 'reject'.");
     }
     let notify = input::given("notify", notify);
+    let strict_groups = input::given("strict_groups", strict_groups);
     input::text("comment", comment);
 
     let _owner = spi::Identity::owner();
@@ -84,6 +87,7 @@ fn create_queue(
                 arg(key_retention),
                 arg(late_result),
                 arg(notify),
+                arg(strict_groups),
                 arg(comment),
             ],
         );

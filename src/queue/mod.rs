@@ -1,13 +1,16 @@
 //! The queue: one file per verb or small family. `config` knows queues, lanes and their budgets; `store` has the inserts that several verbs share.
 
 pub mod cancel;
+pub mod checkpoint;
 pub mod claim;
 pub mod config;
 pub mod create;
 pub mod enqueue;
 pub mod enqueue_many;
+pub mod event;
 pub mod explain;
 pub mod finish;
+pub mod flow;
 pub mod keys;
 pub mod late;
 pub mod lease;

@@ -1,6 +1,7 @@
 //! `stint.sweep`: takes back the tasks of workers that died. A lapsed attempt counts; the task is claimable again at once, or fails when its attempts are used
 //! up, or is cancelled when that was asked.
 
+use super::flow::leave;
 use super::store::{self, Attempt, Outcome, Ticket};
 use super::usage::Usage;
 use super::{config, finish, lines};
@@ -74,11 +75,11 @@ fn sweep_lapsed(max: usize) -> Swept {
             let reason: Option<String> = rows.get(at, 13);
             if rows.must(at, 12) {
                 let outcome = Outcome { outcome: "cancelled", attempt: ticket.attempt, lease: None, error: reason.as_deref(), result: None };
-                store::outcome(session, &name, ticket.id, now, &outcome);
+                store::outcome_of_many(session, &name, ticket.id, now, &outcome);
                 swept.cancelled += 1;
             } else if ticket.counted >= max_attempts {
                 let outcome = Outcome { outcome: "failed", attempt: ticket.attempt, lease: None, error: Some(LAPSE), result: None };
-                store::outcome(session, &name, ticket.id, now, &outcome);
+                store::outcome_of_many(session, &name, ticket.id, now, &outcome);
                 swept.failed += 1;
             } else {
                 store::back_to_ready(session, &name, &ticket, rows.must(at, 6));
@@ -102,6 +103,7 @@ fn sweep(max: Option<i32>) -> TableIterator<'static, (name!(lapsed, i32), name!(
     let max = input::batch("max", max);
     let _owner = spi::Identity::owner();
     let swept = sweep_lapsed(max);
+    spi::connect(|session| leave::settle(session, max));
     TableIterator::once((swept.lapsed, swept.retried, swept.failed, swept.cancelled))
 }
 
