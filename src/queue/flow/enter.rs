@@ -4,7 +4,7 @@ use crate::queue::config::Queue;
 use crate::queue::enqueue::Request;
 use crate::queue::late;
 use crate::shmem::waiters;
-use crate::spi::{Param, Rows, Session, Statement, arg};
+use crate::spi::{Rows, Session, Statement, arg};
 use crate::{errors, input};
 use pgrx::prelude::*;
 use std::collections::{HashMap, HashSet};
@@ -144,6 +144,9 @@ pub fn hold<'a>(session: &Session, name: &str, queue: &Queue, requests: impl Ite
     groups.sort_unstable();
     groups.dedup();
 
+    if wanted.is_empty() && groups.is_empty() {
+        return gate;
+    }
     let mut joined = false;
     let mut ready = 0;
     // A task that moves between two looks is met in the next round, by then out of the order of locks: that takes several moves of one task within a call.
@@ -152,9 +155,8 @@ pub fn hold<'a>(session: &Session, name: &str, queue: &Queue, requests: impl Ite
             let held = take(session, name, statement, &mut wanted);
             ready += if place == 0 { held.len() } else { 0 };
         }
-        for rows in [take(session, name, &ENDED, &mut wanted)] {
-            gate.ended.extend((0..rows.len()).map(|at| (*rows.must::<pgrx::Uuid>(at, 1).as_bytes(), rows.must(at, 2))));
-        }
+        let over = take(session, name, &ENDED, &mut wanted);
+        gate.ended.extend((0..over.len()).map(|at| (*over.must::<pgrx::Uuid>(at, 1).as_bytes(), over.must(at, 2))));
         if !joined {
             gate.free = groups.iter().filter(|key| take_turn(session, name, key)).map(|key| key.to_string()).collect();
             joined = true;
@@ -179,8 +181,7 @@ pub fn hold<'a>(session: &Session, name: &str, queue: &Queue, requests: impl Ite
 
 /// Runs a statement that finds some of the `wanted` tasks, and strikes those from the list.
 fn take(session: &Session, name: &str, statement: &Statement, wanted: &mut Vec<pgrx::Uuid>) -> Rows {
-    let list: Param = arg(wanted.clone());
-    let rows = session.run(statement, &[arg(name), if wanted.is_empty() { arg(Vec::<pgrx::Uuid>::new()) } else { list }]);
+    let rows = session.run(statement, &[arg(name), arg(wanted.clone())]);
     if !rows.is_empty() {
         let found: HashSet<[u8; 16]> = (0..rows.len()).map(|at| *rows.must::<pgrx::Uuid>(at, 1).as_bytes()).collect();
         wanted.retain(|id| !found.contains(id.as_bytes()));
