@@ -5,6 +5,7 @@
 //! for what it may take in one step in shared memory, and only then touches rows. docs/locks.md says which locks it takes.
 
 use super::config::{self, Queue};
+use super::horizon;
 use super::lines;
 use super::store::{self, Ticket};
 use crate::budget::live;
@@ -46,10 +47,11 @@ static FIRST: Statement = Statement::new(
     &[pg_sys::TEXTOID, pg_sys::INT4ARRAYOID, pg_sys::INT4ARRAYOID, pg_sys::INT8ARRAYOID, pg_sys::INT8OID],
 );
 
+/// Looked up one by one: with `id = any ($2)` a plan made while the table was small reads all tasks of the queue, for as long as it is kept.
 static FACTS: Statement = Statement::new(
     c"select f.id, f.payload, f.labels, f.agent::text, f.enqueued_at, (extract(epoch from f.lease_for) * 1e6)::bigint
-      from stint.task_facts f
-      where f.queue = $1 and f.id = any ($2)",
+      from unnest($2) as w (id)
+      cross join lateral (select * from stint.task_facts t where t.queue = $1 and t.id = w.id limit 1) as f",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 
@@ -134,24 +136,45 @@ fn take_any(session: &Session, name: &str, queue: &Queue, max: usize) -> Vec<Tak
 }
 
 fn take_budgeted(session: &Session, name: &str, queue: &Queue, max: usize) -> Vec<Taken> {
+    live::ensure_loaded(session, Instance::here());
+    let mut open: Vec<&config::Lane> = queue.lanes.iter().collect();
+    let mut all = Vec::new();
+    // What stood first in a lane may be held by another session: the claim then turns to the other lanes, instead of going away empty past tasks that wait there.
+    while all.len() < max && !open.is_empty() {
+        let (taken, short) = take_round(session, name, queue, &mut open, max - all.len());
+        all.extend(taken);
+        if short.is_empty() {
+            break;
+        }
+        open.retain(|lane| !short.contains(&lane.lane));
+    }
+    sort(&mut all);
+    if !all.is_empty() {
+        // What one ended attempt gave back may be room for more than one task: each claim that found some sends the next waiter to look.
+        waiters::ready(queue.number, 1);
+    }
+    all
+}
+
+/// Takes what now stands first in the open lanes and has room, and names the lanes that yielded less than they showed. Lanes without room are closed.
+fn take_round(session: &Session, name: &str, queue: &Queue, open: &mut Vec<&config::Lane>, max: usize) -> (Vec<Taken>, Vec<i32>) {
     let instance = Instance::here();
-    live::ensure_loaded(session, instance);
     let shared = shmem::required();
+    let nothing = (Vec::new(), Vec::new());
     let numbers: Vec<i32> = queue.budgets.iter().map(|budget| budget.number).collect();
     let limits: Vec<_> = queue.budgets.iter().map(|budget| budget.limit).collect();
 
     // A lane none of whose budgets has room for another running task is not looked at at all.
     let usage = shmem::budgets::usage(shared, instance, &numbers);
     let one = Usage { running: 1, tokens: 0 };
-    let open: Vec<&config::Lane> =
-        queue.lanes.iter().filter(|lane| lane.draws.iter().all(|budget| limits[*budget].holds(usage[*budget].plus(one)))).collect();
+    open.retain(|lane| lane.draws.iter().all(|budget| limits[*budget].holds(usage[*budget].plus(one))));
     if open.is_empty() {
-        return Vec::new();
+        return nothing;
     }
     let heads: Vec<(i32, Head)> =
         open.iter().flat_map(|lane| lines::heads(session, name, lane.lane).into_iter().map(|head| (lane.lane, head))).collect();
     if heads.is_empty() {
-        return Vec::new();
+        return nothing;
     }
     let (lanes, priorities): (Vec<i32>, Vec<i32>) = heads.iter().map(|(lane, head)| (*lane, head.priority)).unzip();
     let starts: Vec<i64> = heads.iter().map(|(_, head)| head.at).collect();
@@ -164,14 +187,14 @@ fn take_budgeted(session: &Session, name: &str, queue: &Queue, max: usize) -> Ve
         .collect();
     if candidates.is_empty() {
         lanes.into_iter().for_each(|lane| lines::exhausted(session, name, lane));
-        return Vec::new();
+        return nothing;
     }
     let draws: Vec<Vec<usize>> = open.iter().map(|lane| lane.draws.clone()).collect();
     live::enter();
     let admitted = shmem::budgets::reserve(shared, instance, &numbers, |usage| admit(usage, &limits, &draws, &candidates, max));
 
     // The rows a lane yields may be others than those seen at its head, since another session may hold these: what they cost is settled row by row.
-    let mut all = Vec::with_capacity(admitted.len());
+    let (mut all, mut short) = (Vec::with_capacity(admitted.len()), Vec::new());
     for (at, lane) in open.iter().enumerate() {
         let promised: Vec<Candidate> = admitted.iter().map(|index| candidates[*index]).filter(|candidate| candidate.lane == at).collect();
         if promised.is_empty() {
@@ -187,18 +210,16 @@ fn take_budgeted(session: &Session, name: &str, queue: &Queue, max: usize) -> Ve
             }
             admit(usage, &limits, std::slice::from_ref(&lane.draws), &waiting, waiting.len()).len()
         });
+        if kept < promised.len() {
+            short.push(lane.lane);
+        }
         let mut rows = rows.into_iter();
         all.extend(rows.by_ref().take(kept));
         for row in rows {
             store::back_to_ready(session, name, &row.ticket, row.seq);
         }
     }
-    sort(&mut all);
-    if !all.is_empty() {
-        // What one ended attempt gave back may be room for more than one task: each claim that found some sends the next waiter to look.
-        waiters::ready(queue.number, 1);
-    }
-    all
+    (all, short)
 }
 
 /// What a running row keeps of the budgets it reserved: their numbers and the tokens of each.
@@ -273,7 +294,7 @@ fn try_claim(name: &str, queue: &Queue, worker: &str, max: usize, lease_for: Opt
 }
 
 /// Claims, sleeping in the server until something is there or the wait is over.
-fn wait_and_claim(name: &str, worker: &str, max: usize, lease_for: Option<i64>, wait: i64) -> Vec<Claimed> {
+fn wait_and_claim(name: &str, worker: &str, max: usize, lease_for: Option<i64>, wait: i64, fcinfo: pg_sys::FunctionCallInfo) -> Vec<Claimed> {
     // SAFETY: reads this transaction's isolation level.
     if unsafe { pg_sys::XactIsoLevel } >= pg_sys::XACT_REPEATABLE_READ as i32 {
         Fault::new(PgSqlErrorCode::ERRCODE_ACTIVE_SQL_TRANSACTION, "claim cannot wait in a transaction that keeps one snapshot")
@@ -290,6 +311,10 @@ fn wait_and_claim(name: &str, worker: &str, max: usize, lease_for: Option<i64>, 
         if !claimed.is_empty() || left <= 0 {
             return claimed;
         }
+        // A try may have taken a transaction id, with rows that it had to put back.
+        if horizon::may_let_go(fcinfo) {
+            horizon::let_go();
+        }
         waiter.sleep(left);
     }
 }
@@ -302,6 +327,7 @@ fn claim(
     max: Option<i32>,
     lease_for: Option<RawInterval>,
     wait: Option<RawInterval>,
+    fcinfo: pg_sys::FunctionCallInfo,
 ) -> TableIterator<
     'static,
     (
@@ -327,7 +353,7 @@ fn claim(
     let wait = wait.map_or(0, |wait| input::duration("wait", wait, 0, guc::max_wait_s(), "stint.max_wait"));
     let _owner = spi::Identity::owner();
     let claimed = if wait > 0 {
-        wait_and_claim(name, worker, max, lease_for, wait)
+        wait_and_claim(name, worker, max, lease_for, wait, fcinfo)
     } else {
         let queue = spi::connect(|session| config::find(session, name));
         try_claim(name, &queue, worker, max, lease_for)

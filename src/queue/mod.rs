@@ -11,6 +11,7 @@ pub mod event;
 pub mod explain;
 pub mod finish;
 pub mod flow;
+pub mod horizon;
 pub mod keys;
 pub mod late;
 pub mod lease;

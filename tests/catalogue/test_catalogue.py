@@ -1,5 +1,9 @@
 """What must hold for every object of the extension, read from the system catalogue: new ones are covered by being there."""
 
+import importlib.machinery
+import pathlib
+import types
+
 import psycopg
 import pytest
 
@@ -256,3 +260,12 @@ def test_a_schema_made_by_somebody_else_is_not_adopted(server):
                 connection.execute("CREATE EXTENSION pg_stint")
     finally:
         server.drop_database("squatted")
+
+
+def test_the_reference_is_what_the_comments_say(installed):
+    """docs/reference.md is made by scripts/reference; after a change: scripts/server run -- scripts/reference > docs/reference.md."""
+    root = pathlib.Path(__file__).resolve().parents[2]
+    loader = importlib.machinery.SourceFileLoader("reference", str(root / "scripts/reference"))
+    module = types.ModuleType(loader.name)
+    loader.exec_module(module)
+    assert (root / "docs/reference.md").read_text() == module.reference(installed)

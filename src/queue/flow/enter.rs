@@ -9,33 +9,44 @@ use crate::{errors, input};
 use pgrx::prelude::*;
 use std::collections::{HashMap, HashSet};
 
-// Each keeps tasks in a place until this transaction ends. Heartbeats pass; claims and sweeps step over the rows, and whoever ends one of the tasks waits.
+// Each keeps tasks in a place until this transaction ends, in the order in which they are given: that of their ids. They are looked up one by one, so that no plan
+// made while a table was small reads all of it. Heartbeats pass; claims and sweeps step over the rows, and whoever ends one of the tasks waits.
 static HOLD_READY: Statement = Statement::new(
-    c"select h.id from stint.place_ready h where h.queue = $1 and h.id = any ($2) order by h.id for key share",
+    c"select h.id
+      from unnest($2) as u (id)
+      cross join lateral (select t.id from stint.place_ready t where t.queue = $1 and t.id = u.id limit 1 for key share) as h",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 static HOLD_SCHEDULED: Statement = Statement::new(
-    c"select h.id from stint.place_scheduled h where h.queue = $1 and h.id = any ($2) order by h.id for key share",
+    c"select h.id
+      from unnest($2) as u (id)
+      cross join lateral (select t.id from stint.place_scheduled t where t.queue = $1 and t.id = u.id limit 1 for key share) as h",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 static HOLD_RUNNING: Statement = Statement::new(
-    c"select h.id from stint.place_running h where h.queue = $1 and h.id = any ($2) order by h.id for key share",
+    c"select h.id
+      from unnest($2) as u (id)
+      cross join lateral (select t.id from stint.place_running t where t.queue = $1 and t.id = u.id limit 1 for key share) as h",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 static HOLD_BLOCKED: Statement = Statement::new(
-    c"select h.id from stint.place_blocked h where h.queue = $1 and h.id = any ($2) order by h.id for key share",
+    c"select h.id
+      from unnest($2) as u (id)
+      cross join lateral (select t.id from stint.place_blocked t where t.queue = $1 and t.id = u.id limit 1 for key share) as h",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 
 static ENDED: Statement = Statement::new(
-    c"select o.id, o.outcome::text from stint.task_outcomes o where o.queue = $1 and o.id = any ($2)",
+    c"select o.id, o.outcome::text
+      from unnest($2) as u (id)
+      cross join lateral (select t.id, t.outcome from stint.task_outcomes t where t.queue = $1 and t.id = u.id limit 1) as o",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 
 static UNKNOWN: Statement = Statement::new(
     c"select u.id
       from unnest($2) as u (id)
-      where not exists (select from stint.task_facts f where f.queue = $1 and f.id = u.id)
+      where (select true from stint.task_facts f where f.queue = $1 and f.id = u.id limit 1) is null
       limit 1",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );

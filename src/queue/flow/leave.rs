@@ -28,61 +28,73 @@ impl End<'_> {
     }
 }
 
-static DEPENDENTS: Statement = Statement::new(
-    c"select distinct d.id from stint.task_dependencies d where d.queue = $1 and d.on_id = any ($2)",
-    &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
-);
+static DEPENDENTS: Statement =
+    Statement::new(c"select d.id from stint.task_dependencies d where d.queue = $1 and d.on_id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
 
-/// The same with all that depend on those: what may fail with them.
+/// The same with all that depend on those: what may fail with it.
 static DESCENDANTS: Statement = Statement::new(
     c"with recursive found as (
-            select d.id from stint.task_dependencies d where d.queue = $1 and d.on_id = any ($2)
+            select d.id from stint.task_dependencies d where d.queue = $1 and d.on_id = $2
             union
             select n.id from found f cross join lateral (select d.id from stint.task_dependencies d where d.queue = $1 and d.on_id = f.id) as n)
       select f.id from found f",
-    &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
+    &[pg_sys::TEXTOID, pg_sys::UUIDOID],
 );
 
+/// The groups of tasks, each once and in order; the tasks are looked up one by one, so that no plan made while a table was small reads all of it.
 static LOCK_TURNS: Statement = Statement::new(
-    c"select from stint.group_turns t
-      where t.queue = $1
-        and t.group_key = any (array(select f.group_key from stint.task_facts f where f.queue = $1 and f.id = any ($2) and f.group_seq is not null))
-      order by t.group_key
-      for update",
+    c"select
+      from (select distinct f.group_key
+            from unnest($2) as u (id)
+            cross join lateral (select t.group_key from stint.task_facts t where t.queue = $1 and t.id = u.id and t.group_seq is not null limit 1) as f
+            order by f.group_key) as k
+      cross join lateral (select from stint.group_turns t where t.queue = $1 and t.group_key = k.group_key limit 1 for update) as held",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 
 /// The same without waiting: whether all are locked.
 static TRY_TURNS: Statement = Statement::new(
-    c"with own as (select distinct f.group_key from stint.task_facts f where f.queue = $1 and f.id = any ($2) and f.group_seq is not null),
-           held as (select from stint.group_turns t where t.queue = $1 and t.group_key = any (array(select o.group_key from own o)) for update skip locked)
-      select (select count(*) from held) = (select count(*) from stint.group_turns t where t.queue = $1 and t.group_key = any (array(select o.group_key from own o)))",
+    c"select coalesce(bool_and(held.mine is not null), true)
+      from (select distinct f.group_key
+            from unnest($2) as u (id)
+            cross join lateral (select t.group_key from stint.task_facts t where t.queue = $1 and t.id = u.id and t.group_seq is not null limit 1) as f) as k
+      cross join lateral (select from stint.group_turns t where t.queue = $1 and t.group_key = k.group_key limit 1) as there
+      left join lateral (select true as mine
+                         from stint.group_turns t
+                         where t.queue = $1 and t.group_key = k.group_key
+                         limit 1
+                         for update skip locked) as held on true",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 
 /// Who is next in the groups of these tasks, not locked.
 static SUCCESSORS: Statement = Statement::new(
     c"select n.id
-      from stint.task_facts f
+      from unnest($2) as u (id)
+      cross join lateral (select t.group_key, t.group_seq from stint.task_facts t where t.queue = $1 and t.id = u.id and t.group_seq is not null limit 1) as f
       cross join lateral (
             select b.id
             from stint.place_blocked b
             where b.queue = $1 and b.group_key = f.group_key and b.group_seq > f.group_seq
             order by b.group_seq
-            limit 1) as n
-      where f.queue = $1 and f.id = any ($2) and f.group_seq is not null",
+            limit 1) as n",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 
+/// In the order in which they are given: that of their ids.
 static LOCK_BLOCKED: Statement = Statement::new(
-    c"select from stint.place_blocked b where b.queue = $1 and b.id = any ($2) order by b.id for update",
+    c"select
+      from unnest($2) as u (id)
+      cross join lateral (select from stint.place_blocked t where t.queue = $1 and t.id = u.id limit 1 for update) as held",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 
 /// The same without waiting: whether all are locked.
 static TRY_BLOCKED: Statement = Statement::new(
-    c"with held as (select from stint.place_blocked b where b.queue = $1 and b.id = any ($2) for update skip locked)
-      select (select count(*) from held) = (select count(*) from stint.place_blocked b where b.queue = $1 and b.id = any ($2))",
+    c"select coalesce(bool_and(held.mine is not null), true)
+      from unnest($2) as u (id)
+      cross join lateral (select from stint.place_blocked t where t.queue = $1 and t.id = u.id limit 1) as there
+      left join lateral (select true as mine from stint.place_blocked t where t.queue = $1 and t.id = u.id limit 1 for update skip locked) as held on true",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 
@@ -141,28 +153,31 @@ fn ids_of(rows: &Rows) -> Ids {
     (0..rows.len()).map(|at| rows.must(at, 1)).collect()
 }
 
-/// Locks all that may move when `ended` end: turns, then blocked rows. The row of a blocked task that is itself about to end is among them. False where
-/// another session holds one of them and `patient` is not.
-fn lock(session: &Session, name: &str, queue: &Queue, ended: &Ids, failing: bool, patient: bool) -> bool {
-    let got = |wait: &Statement, try_: &Statement, ids: &Ids| {
-        let rows = session.run_latest(if patient { wait } else { try_ }, &[arg(name), arg(ids.clone())]);
+/// Locks all that may move when a task ends: turns, then blocked rows; its own, where it is blocked, is among them. False where another session holds one and
+/// `patient` is not.
+fn lock(session: &Session, name: &str, queue: &Queue, end: pgrx::Uuid, failing: bool, patient: bool) -> bool {
+    let got = |wait: &Statement, only_try: &Statement, ids: &Ids| {
+        let rows = session.run_latest(if patient { wait } else { only_try }, &[arg(name), arg(ids.clone())]);
         patient || rows.must(0, 1)
     };
     let mut known: HashSet<[u8; 16]> = HashSet::new();
     loop {
         // A task that has ended gets no new dependents, but one that may fail with it does until its row is locked.
-        let found = ids_of(&session.run_latest(if failing { &DESCENDANTS } else { &DEPENDENTS }, &[arg(name), arg(ended.clone())]));
+        let found = ids_of(&session.run_latest(if failing { &DESCENDANTS } else { &DEPENDENTS }, &[arg(name), arg(end)]));
         if !known.is_empty() && found.iter().all(|id| known.contains(id.as_bytes())) {
             return true;
         }
-        let mut rows: Ids = found.iter().chain(ended).copied().collect();
+        let mut rows = found;
+        rows.push(end);
         if queue.strict_groups {
-            let members = if failing { rows.clone() } else { ended.clone() };
-            if !got(&LOCK_TURNS, &TRY_TURNS, &members) {
+            let ending = if failing { rows.clone() } else { vec![end] };
+            if !got(&LOCK_TURNS, &TRY_TURNS, &ending) {
                 return false;
             }
-            rows.extend(ids_of(&session.run_latest(&SUCCESSORS, &[arg(name), arg(members)])));
+            rows.extend(ids_of(&session.run_latest(&SUCCESSORS, &[arg(name), arg(ending)])));
         }
+        rows.sort_unstable_by_key(|id| *id.as_bytes());
+        rows.dedup_by_key(|id| *id.as_bytes());
         if !got(&LOCK_BLOCKED, &TRY_BLOCKED, &rows) {
             return false;
         }
@@ -175,7 +190,7 @@ fn lock(session: &Session, name: &str, queue: &Queue, ended: &Ids, failing: bool
 
 /// Cancels a blocked task; `None` where it is not blocked any more.
 pub fn cancel_blocked(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, reason: Option<&str>, now: Instant) -> Option<&'static str> {
-    lock(session, name, queue, &vec![id], true, true);
+    lock(session, name, queue, id, true, true);
     let end = end_blocked(session, name, id, "cancelled", reason, now)?;
     move_on(session, name, queue, end, now);
     Some("cancelled")
@@ -210,7 +225,7 @@ fn ticket(rows: &Rows, at: usize) -> Ticket {
 /// Does what follows the end of a task, whose outcome is written.
 pub fn follow(session: &Session, name: &str, end: End, now: Instant) {
     if let Some(queue) = config::lookup(session, name) {
-        lock(session, name, &queue, &vec![end.id], !end.completed(), true);
+        lock(session, name, &queue, end.id, !end.completed(), true);
         move_on(session, name, &queue, end, now);
     }
 }
@@ -312,7 +327,7 @@ pub fn settle(session: &Session, max: usize) -> usize {
             let (name, id, outcome): (String, pgrx::Uuid, String) = (owed.must(*at, 1), owed.must(*at, 2), owed.must(*at, 3));
             let end = End { id, outcome: &outcome, turn: true };
             let Some(queue) = config::lookup(session, &name) else { return false };
-            if !lock(session, &name, &queue, &vec![id], !end.completed(), false) {
+            if !lock(session, &name, &queue, id, !end.completed(), false) {
                 return false;
             }
             move_on(session, &name, &queue, end, now);
