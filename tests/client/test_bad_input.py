@@ -90,6 +90,7 @@ VALUES = {
     "jsonb": ["null", "1", '"text"', "true", "[]", "{}", "[null]", "[1]", "[[]]", "[{}]", '[{"bogus": 1}]', '{"bogus": 1}', '{"": {}}',
               json.dumps("x" * 2_000_000), NESTED, BATCH],
     "uuid": [str(uuid.UUID(int=0)), str(uuid.uuid4())],
+    "uuid[]": ["{}", "{NULL}", "{{}}", f"{{{uuid.uuid4()}}}"],
     "text[]": ["{}", "{NULL}", '{""}', "{a,NULL}", "{{a,b},{c,d}}", "{nobody}", "{" + ",".join(f"n{n}" for n in range(20_000)) + "}",
                "{" + LONG + "}", '{"emoji 😀","it\'s"}', "[5:6]={a,b}"],
     "regclass": ["pg_class", "0", "999999", "stint.tasks", "stint.queue_config", "goods_pkey", "pg_toast.pg_toast_1255"],
