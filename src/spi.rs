@@ -102,6 +102,17 @@ struct GenericPlans {
     jit: bool,
     seqscan: bool,
     bitmapscan: bool,
+    own: bool,
+}
+
+thread_local! {
+    /// Whether a statement of a verb on our own tables is being run.
+    static OWN: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether the row at hand is written by a verb, which settles in shared memory what follows from it.
+pub fn in_own_statement() -> bool {
+    OWN.get()
 }
 
 /// Which tables a statement is on.
@@ -122,6 +133,7 @@ impl GenericPlans {
                 jit: pg_sys::jit_enabled,
                 seqscan: pg_sys::enable_seqscan,
                 bitmapscan: pg_sys::enable_bitmapscan,
+                own: OWN.replace(on == On::OurTables),
             };
             pg_sys::plan_cache_mode = pg_sys::PlanCacheMode::PLAN_CACHE_MODE_FORCE_GENERIC_PLAN as i32;
             pg_sys::jit_enabled = false;
@@ -143,6 +155,7 @@ impl Drop for GenericPlans {
             pg_sys::enable_seqscan = self.seqscan;
             pg_sys::enable_bitmapscan = self.bitmapscan;
         }
+        OWN.set(self.own);
     }
 }
 

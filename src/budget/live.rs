@@ -22,8 +22,6 @@ static SUMS: Statement = Statement::new(
 static NUMBERS: Statement = Statement::new(c"select b.number, b.budget::text from stint.budget_config b order by b.budget", &[]);
 
 thread_local! {
-    /// The instance this backend has seen loaded: a crash that empties shared memory ends the backend too.
-    static SEEN: Cell<Option<Instance>> = const { Cell::new(None) };
     /// When the maintenance worker reconciles next.
     static NEXT: Cell<i64> = const { Cell::new(i64::MIN) };
 }
@@ -67,13 +65,12 @@ fn load(session: &Session, instance: Instance) -> Vec<i32> {
     // What this transaction has ended itself becomes free when it commits, not before.
     budgets::add_unreleased(instance, &mut truth);
     let drifted = budgets::load(shared, instance, &truth);
-    SEEN.set(Some(instance));
     drifted
 }
 
-/// Makes sure that the live usage has been derived since the server started, before the first budgeted claim is answered.
+/// Makes sure that the live usage has been derived since the server started or rows came by other ways than the verbs, before a budgeted claim is answered.
 pub fn ensure_loaded(session: &Session, instance: Instance) {
-    if SEEN.get() == Some(instance) {
+    if budgets::loaded(shmem::required(), instance) {
         return;
     }
     // SAFETY: a standby cannot take the lock below, and says so less clearly; the read is of this backend's own state.
@@ -84,7 +81,6 @@ pub fn ensure_loaded(session: &Session, instance: Instance) {
     let share = pg_sys::ShareLock as i32;
     for _ in 0..PATIENCE_MS / 10 {
         if budgets::loaded(shmem::required(), instance) {
-            SEEN.set(Some(instance));
             return;
         }
         // A transaction that has written may hold the gate itself, and two such would wait for each other: it leaves the work to the maintenance worker or to

@@ -136,5 +136,27 @@ pub fn step() -> bool {
 #[pg_extern(sql = false)]
 fn rescan() {
     shmem::required();
-    heads::rescan(Instance::here());
+    heads::rescan(Instance::here(), false);
+}
+
+/// The record that tells PostgreSQL how a hand-written C function is called.
+static CALLED_BY_V1: pg_sys::Pg_finfo_record = pg_sys::Pg_finfo_record { api_version: 1 };
+
+/// See [`placed_wrapper`].
+#[unsafe(no_mangle)]
+pub extern "C" fn pg_finfo_placed_wrapper() -> &'static pg_sys::Pg_finfo_record {
+    &CALLED_BY_V1
+}
+
+/// `stint.placed`, the statement trigger of the places. By hand, because it fires at every claim and must cost next to nothing there.
+///
+/// # Safety
+/// Called by PostgreSQL only.
+#[unsafe(no_mangle)]
+#[pg_guard]
+pub unsafe extern "C-unwind" fn placed_wrapper(_fcinfo: pg_sys::FunctionCallInfo) -> pg_sys::Datum {
+    if !spi::in_own_statement() && shmem::get().is_some() {
+        heads::rescan(Instance::here(), true);
+    }
+    pg_sys::Datum::from(0usize)
 }

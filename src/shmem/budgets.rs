@@ -117,6 +117,12 @@ pub fn loaded(shared: &super::Shared, instance: Instance) -> bool {
     entry(shared, instance, LOADED, false).is_some()
 }
 
+/// Has the usage derived anew before the next budgeted claim is answered. Called at commit.
+pub fn unload(shared: &super::Shared, instance: Instance) {
+    let _held = super::lock(Lock::Budgets);
+    remove(shared, &[Key { instance, budget: LOADED }]);
+}
+
 /// Calls `look` for every entry. The lock is held.
 fn each_entry(mut look: impl FnMut(&mut Entry)) {
     // SAFETY: the lock is held for the whole scan, which runs to its end; `look` neither adds nor removes.

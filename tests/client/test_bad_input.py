@@ -68,6 +68,7 @@ CALLS = {
 # Functions that are not called with values: what they take cannot be written as a literal.
 NOT_WALKED = {
     "capture": "a trigger function",
+    "placed": "a trigger function",
     "image": "takes any number of values of any type",
 }
 
