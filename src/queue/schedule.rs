@@ -6,6 +6,7 @@
 
 use super::config;
 use super::enqueue::{self, Request};
+use super::flow::enter::OnFailure;
 use crate::changelog::epoch;
 use crate::errors;
 use crate::spi::{self, Session, Statement, arg};
@@ -156,10 +157,13 @@ fn create_schedule(
         agent: agent.map(str::to_string),
         tokens,
         budgets: Vec::new(),
+        group_key: None,
+        depends_on: Vec::new(),
+        on_dependency_failure: OnFailure::Fail,
         max_attempts,
         lease_for,
         labels,
-            max_run_time: None,
+        max_run_time: None,
     };
     request.check();
     let catch_up = input::given("catch_up", catch_up);
@@ -356,6 +360,9 @@ fn fire_one(session: &Session, due: &Due, now: Instant) -> bool {
             agent: row.get(0, 6),
             tokens: row.get(0, 7),
             budgets: Vec::new(),
+            group_key: None,
+            depends_on: Vec::new(),
+            on_dependency_failure: OnFailure::Fail,
             max_attempts: row.get(0, 9),
             lease_for: row.get(0, 10),
             labels: row.get(0, 11),
@@ -364,7 +371,8 @@ fn fire_one(session: &Session, due: &Due, now: Instant) -> bool {
         // The limits may be others than when the schedule was created.
         request.check();
         let budget_names: Vec<String> = row.must(0, 8);
-        note(Some(enqueue::add(session, &queue, request, &budget_names, now, |_, _| ()).0), None) || errors::internal("a slot fired without its schedule's lock")
+        note(Some(enqueue::add(session, &queue, request, &budget_names, now, |_, _| ()).0), None)
+            || errors::internal("a slot fired without its schedule's lock")
     });
     match made {
         Ok(fired) => fired,

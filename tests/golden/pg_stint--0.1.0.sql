@@ -61,8 +61,8 @@ REVOKE ALL ON FUNCTION stint.version() FROM PUBLIC;
 
 -- The queue's tables. The hot ones have no CHECK constraints: PostgreSQL reads a constraint's expression anew at every statement; stint.check() knows the rules.
 --
--- A task's facts never change; its place does: a live task has one row in exactly one of place_ready, place_scheduled and place_running,
--- and moving it is a delete and an insert of a narrow row. A finished task has one row in task_outcomes, and each attempt leaves one in task_attempts when it
+-- A task's facts never change; its place does: a live task has one row in exactly one of place_ready, place_scheduled, place_blocked (15_flow_tables.sql)
+-- and place_running, and moving it is a delete and an insert of a narrow row. A finished task has one row in task_outcomes, and each attempt leaves one in task_attempts when it
 -- ends. Nobody but the verbs writes here; users read the views of 20_queue_views.sql.
 
 CREATE TABLE stint.queue_config (
@@ -78,6 +78,9 @@ CREATE TABLE stint.queue_config (
     key_retention   interval NOT NULL,
     late_result     text NOT NULL CHECK (late_result IN ('accept', 'reject')),
     notify          boolean NOT NULL,
+    max_run_time    interval,
+    paused          boolean NOT NULL,
+    strict_groups   boolean NOT NULL,
     comment         text,
     created_at      timestamptz NOT NULL DEFAULT clock_timestamp()
 );
@@ -113,8 +116,12 @@ CREATE TABLE stint.task_facts (
     enqueued_at     timestamptz NOT NULL,
     run_at          timestamptz,
     lease_for       interval,
+    max_run_time    interval,
     agent           text COLLATE "C",
     key             text COLLATE "C",
+    group_key       text COLLATE "C",
+    group_seq       bigint,
+    depends_on      uuid[],
     labels          jsonb,
     payload         jsonb NOT NULL,
     PRIMARY KEY (queue, id)
@@ -133,9 +140,12 @@ CREATE TABLE stint.place_ready (
     tokens          bigint,
     attempt         int NOT NULL,
     counted         int NOT NULL,
+    agent           text COLLATE "C",
     PRIMARY KEY (queue, id)
 );
 CREATE UNIQUE INDEX place_ready_order ON stint.place_ready (queue, lane, priority DESC, seq);
+-- For claims that take the tasks of some agents only: each agent's tasks in their order, so that no other's is walked. Tasks without an agent cost nothing here.
+CREATE INDEX place_ready_agent ON stint.place_ready (queue, lane, agent, priority DESC, seq) WHERE agent IS NOT NULL;
 COMMENT ON TABLE stint.place_ready IS 'Tasks that may be claimed. attempt: the number of the last attempt; counted: attempts that count against max_attempts';
 
 CREATE TABLE stint.place_scheduled (
@@ -147,10 +157,12 @@ CREATE TABLE stint.place_scheduled (
     tokens          bigint,
     attempt         int NOT NULL,
     counted         int NOT NULL,
+    event           text COLLATE "C",
     PRIMARY KEY (queue, id)
 );
 CREATE INDEX place_scheduled_due ON stint.place_scheduled (run_at);
-COMMENT ON TABLE stint.place_scheduled IS 'Tasks that wait for a time: delayed ones and retries';
+CREATE INDEX place_scheduled_event ON stint.place_scheduled (event) WHERE event IS NOT NULL;
+COMMENT ON TABLE stint.place_scheduled IS 'Tasks that wait for a time: delayed ones, retries, and those that await an event until then';
 
 -- extended_until is in no index, so that a heartbeat is a heap-only update; the sweep finds the row by expires_at and looks at both.
 CREATE TABLE stint.place_running (
@@ -165,7 +177,10 @@ CREATE TABLE stint.place_running (
     counted         int NOT NULL,
     started_at      timestamptz NOT NULL,
     expires_at      timestamptz NOT NULL,
+    deadline        timestamptz,
     extended_until  timestamptz,
+    heartbeat_at    timestamptz,
+    heartbeat_gap   interval,
     cancel_requested boolean NOT NULL DEFAULT false,
     budgets         int[],
     reserved        bigint[],
@@ -177,7 +192,7 @@ CREATE TABLE stint.place_running (
     PRIMARY KEY (queue, id)
 ) WITH (fillfactor = 80);
 CREATE INDEX place_running_expiry ON stint.place_running (expires_at);
-COMMENT ON TABLE stint.place_running IS 'Tasks under a lease, with what they reserve of each budget. Leases are secrets: no view shows this table''s lease column';
+COMMENT ON TABLE stint.place_running IS 'Tasks under a lease, with what they reserve of each budget. deadline: no heartbeat moves the lease past it; heartbeat_gap: the longest time between two heartbeats. Leases are secrets: no view shows this table''s lease column';
 
 CREATE TABLE stint.task_attempts (
     queue           text COLLATE "C" NOT NULL,
@@ -188,6 +203,7 @@ CREATE TABLE stint.task_attempts (
     ended_at        timestamptz NOT NULL,
     ended           text COLLATE "C" NOT NULL,
     worker          text COLLATE "C" NOT NULL,
+    heartbeat_gap   interval,
     error           text,
     run_id          text COLLATE "C",
     trace_id        text COLLATE "C",
@@ -235,7 +251,22 @@ CREATE TABLE stint.task_outcomes (
     result          jsonb,
     PRIMARY KEY (queue, id)
 );
-COMMENT ON TABLE stint.task_outcomes IS 'How each finished task ended; insert-only';
+COMMENT ON TABLE stint.task_outcomes IS 'How each finished task ended; insert-only, but for a retry, which moves the row to stint.task_retries';
+
+-- What stint.retry took back. The attempts up to this one no longer count against max_attempts.
+CREATE TABLE stint.task_retries (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    retry           int NOT NULL,
+    retried_at      timestamptz NOT NULL,
+    outcome         text COLLATE "C" NOT NULL,
+    attempt         int NOT NULL,
+    lease           uuid,
+    finished_at     timestamptz NOT NULL,
+    error           text,
+    PRIMARY KEY (queue, id, retry)
+);
+COMMENT ON TABLE stint.task_retries IS 'Outcomes that stint.retry and stint.retry_failed took back, numbered from 1 for each task; insert-only';
 
 CREATE TABLE stint.task_keys (
     queue           text COLLATE "C" NOT NULL,
@@ -272,6 +303,7 @@ SELECT pg_catalog.pg_extension_config_dump('stint.place_running', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.task_attempts', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.usage_late', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.task_outcomes', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.task_retries', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.task_keys', '');
 /* </end connected objects> */
 
@@ -280,11 +312,92 @@ SELECT pg_catalog.pg_extension_config_dump('stint.task_keys', '');
 -- requires:
 --   queue_tables
 
+-- What tasks wait for beside time and budgets: other tasks, their turn in a group, events. And what they keep from one attempt to the next.
+--
+-- A blocked task waits for the tasks that task_dependencies names, and, where group_key is set, for its turn in that group. Nothing counts them: whoever ends
+-- the last of them sees, with the blocked row locked, that none is left (src/queue/flow).
+
+CREATE TABLE stint.place_blocked (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    lane            int NOT NULL,
+    priority        int NOT NULL,
+    tokens          bigint,
+    attempt         int NOT NULL,
+    counted         int NOT NULL,
+    run_at          timestamptz,
+    group_key       text COLLATE "C",
+    group_seq       bigint,
+    PRIMARY KEY (queue, id)
+);
+CREATE INDEX place_blocked_turn ON stint.place_blocked (queue, group_key, group_seq) WHERE group_key IS NOT NULL;
+COMMENT ON TABLE stint.place_blocked IS 'Tasks that wait for other tasks; group_key is set while that is for their turn in a group of a queue with strict groups';
+
+-- spot is drawn from the random part of on_id. Rows of one task are scattered by it, so that the next one left is near, in whatever order dependencies end
+-- and however many dead rows an old snapshot keeps about: a scan from one end would walk them all, each time.
+CREATE TABLE stint.task_dependencies (
+    queue           text COLLATE "C" NOT NULL,
+    on_id           uuid NOT NULL,
+    id              uuid NOT NULL,
+    spot            int NOT NULL,
+    on_failure      text COLLATE "C" NOT NULL,
+    PRIMARY KEY (queue, on_id, id)
+);
+CREATE INDEX task_dependencies_left ON stint.task_dependencies (queue, id, spot);
+COMMENT ON TABLE stint.task_dependencies IS 'The unfinished tasks (on_id) that a blocked task (id) waits for, and what becomes of it when one fails or is cancelled; a row goes when its on_id ends';
+
+-- One row for each group of a queue with strict groups that has a live task; locked, not changed, to hand the turn on.
+CREATE TABLE stint.group_turns (
+    queue           text COLLATE "C" NOT NULL,
+    group_key       text COLLATE "C" NOT NULL,
+    PRIMARY KEY (queue, group_key)
+);
+COMMENT ON TABLE stint.group_turns IS 'Groups of queues with strict groups in which a task has its turn; the other live tasks of the group are blocked';
+
+CREATE TABLE stint.follow_ups (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    PRIMARY KEY (queue, id)
+);
+COMMENT ON TABLE stint.follow_ups IS 'Tasks that a sweep ended and that others wait for: the maintenance worker moves those on, so that no sweep waits for anybody';
+
+CREATE TABLE stint.task_checkpoints (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    step            text COLLATE "C" NOT NULL,
+    value           jsonb,
+    attempt         int NOT NULL,
+    saved_at        timestamptz NOT NULL,
+    PRIMARY KEY (queue, id, step)
+);
+COMMENT ON TABLE stint.task_checkpoints IS 'Steps a task has finished, in whatever attempt; insert-only. An event it awaited is a step of that name, without a value where the wait timed out';
+
+-- A row that was awaited before it was emitted has no emitted_at yet: awaiting and emitting meet on its lock.
+CREATE TABLE stint.events (
+    event           text COLLATE "C" PRIMARY KEY,
+    payload         jsonb,
+    emitted_at      timestamptz
+);
+COMMENT ON TABLE stint.events IS 'Events by name, each emitted at most once: the first committed payload stays';
+
+SELECT pg_catalog.pg_extension_config_dump('stint.place_blocked', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.task_dependencies', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.group_turns', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.follow_ups', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.task_checkpoints', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.events', '');
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   flow_tables
+
 -- What users and psql see of the queue. No view shows a lease: it is the right to end an attempt.
 
 CREATE VIEW stint.queues AS
 SELECT q.queue, q.lease_for, q.max_attempts, q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
-       q.budgets, q.key_retention, q.late_result, q.notify, q.comment, q.created_at
+       q.budgets, q.key_retention, q.late_result, q.notify, q.max_run_time, q.paused, q.strict_groups, q.comment, q.created_at
 FROM stint.queue_config q;
 COMMENT ON VIEW stint.queues IS 'Queues and their settings';
 
@@ -292,26 +405,41 @@ CREATE VIEW stint.tasks AS
 SELECT f.queue, f.id,
        p.status,
        p.why,
-       f.priority, f.agent, f.tokens, p.attempt, p.worker,
+       coalesce(p.priority, f.priority) AS priority, f.agent, f.tokens, p.attempt, p.worker,
        f.enqueued_at, p.run_at, p.started_at, p.expires_at, p.finished_at,
-       f.key, f.labels, p.progress
+       f.key, f.group_key, f.depends_on, f.labels, p.progress
 FROM stint.task_facts f
 CROSS JOIN LATERAL (
-    SELECT 'ready' AS status, NULL::text AS why, w.attempt, NULL::text AS worker, NULL::timestamptz AS run_at,
+    SELECT 'ready' AS status,
+           (SELECT 'queue paused'::text FROM stint.queue_config q WHERE q.queue = w.queue AND q.paused) AS why, w.priority, w.attempt, NULL::text AS worker, NULL::timestamptz AS run_at,
            NULL::timestamptz AS started_at, NULL::timestamptz AS expires_at, NULL::timestamptz AS finished_at, NULL::jsonb AS progress
     FROM stint.place_ready w WHERE w.queue = f.queue AND w.id = f.id
     UNION ALL
-    SELECT 'scheduled', CASE WHEN s.attempt = 0 THEN 'delayed' ELSE 'retry' END, s.attempt, NULL, s.run_at, NULL, NULL, NULL, NULL
+    SELECT 'scheduled', CASE WHEN s.event IS NOT NULL THEN 'awaits event "' || s.event || '"'
+                                WHEN s.attempt = 0 THEN 'delayed'
+                                WHEN (SELECT a.ended FROM stint.task_attempts a WHERE a.queue = s.queue AND a.id = s.id AND a.attempt = s.attempt) = 'snoozed'
+                                THEN 'snoozed' ELSE 'retry' END, s.priority, s.attempt, NULL, s.run_at, NULL, NULL, NULL, NULL
     FROM stint.place_scheduled s WHERE s.queue = f.queue AND s.id = f.id
     UNION ALL
-    SELECT 'running', CASE WHEN r.cancel_requested THEN 'cancel requested' END, r.attempt, r.worker, NULL, r.started_at,
+    SELECT 'blocked', concat_ws('; ', d.why, 'waits for its turn in group "' || b.group_key || '"'), b.priority, b.attempt, NULL, b.run_at, NULL, NULL, NULL, NULL
+    FROM stint.place_blocked b
+    CROSS JOIN LATERAL (
+        SELECT 'waits for task ' || min(x.on_id::text) || CASE WHEN count(*) > 100 THEN ' and at least 100 more'
+                                                                WHEN count(*) > 1 THEN ' and ' || count(*) - 1 || ' more' ELSE '' END AS why
+        FROM (SELECT t.on_id FROM stint.task_dependencies t WHERE t.queue = b.queue AND t.id = b.id LIMIT 101) x
+    ) d
+    WHERE b.queue = f.queue AND b.id = f.id
+    UNION ALL
+    SELECT 'running', CASE WHEN r.cancel_requested THEN 'cancel requested' END, r.priority, r.attempt, r.worker, NULL, r.started_at,
            coalesce(r.extended_until, r.expires_at), NULL, r.progress
     FROM stint.place_running r WHERE r.queue = f.queue AND r.id = f.id
     UNION ALL
-    SELECT o.outcome, o.error, o.attempt, NULL, NULL, NULL, NULL, o.finished_at, NULL
+    SELECT o.outcome, o.error, NULL, o.attempt, NULL, NULL, NULL, NULL, o.finished_at, NULL
     FROM stint.task_outcomes o WHERE o.queue = f.queue AND o.id = f.id
 ) p;
-COMMENT ON VIEW stint.tasks IS 'Every task with its status: scheduled, ready, running, completed, failed or cancelled, and why. Payloads are in stint.task_payloads';
+COMMENT ON VIEW stint.tasks IS
+'Every task with its status: scheduled, blocked, ready, running, completed, failed or cancelled, and why. priority: as stint.reprioritize left it, while the task lives.
+Find tasks by label with labels @> ''{"customer": 7}'': with a queue and a time or status beside it, since no index is kept on labels. Payloads are in stint.task_payloads';
 
 CREATE VIEW stint.task_payloads AS
 SELECT f.queue, f.id, f.payload, o.result
@@ -320,7 +448,7 @@ LEFT JOIN stint.task_outcomes o ON o.queue = f.queue AND o.id = f.id;
 COMMENT ON VIEW stint.task_payloads IS 'What each task was given and, once completed, what came of it; granted apart from stint.tasks';
 
 CREATE VIEW stint.attempts AS
-SELECT a.queue, a.id, a.attempt, a.ended, a.worker, f.agent, a.started_at, a.ended_at, a.ended_at - a.started_at AS run_time, a.error,
+SELECT a.queue, a.id, a.attempt, a.ended, a.worker, f.agent, a.started_at, a.ended_at, a.ended_at - a.started_at AS run_time, a.heartbeat_gap, a.error,
        coalesce(a.run_id, u.run_id) AS run_id, coalesce(a.trace_id, u.trace_id) AS trace_id, coalesce(a.model, u.model) AS model,
        f.tokens AS predicted_tokens,
        CASE WHEN u.attempt IS NULL THEN a.input_tokens ELSE coalesce(a.input_tokens, 0) + coalesce(u.input_tokens, 0) END AS input_tokens,
@@ -334,11 +462,12 @@ SELECT a.queue, a.id, a.attempt, a.ended, a.worker, f.agent, a.started_at, a.end
 FROM stint.task_attempts a
 JOIN stint.task_facts f ON f.queue = a.queue AND f.id = a.id
 LEFT JOIN stint.usage_late u ON u.queue = a.queue AND u.id = a.id AND u.attempt = a.attempt AND u.key = 'callback';
-COMMENT ON VIEW stint.attempts IS 'Every ended attempt: how it ended (completed, failed, cancelled, released, lapsed), its run and trace id, tokens and cost, usage that came late included';
+COMMENT ON VIEW stint.attempts IS 'Every ended attempt: how it ended (completed, failed, cancelled, released, snoozed, awaiting, lapsed), its run and trace id, tokens and cost, usage that came late included';
 
 CREATE VIEW stint.queue_stats AS
-SELECT q.queue,
+SELECT q.queue, q.paused,
        (SELECT count(*) FROM stint.place_scheduled s WHERE s.queue = q.queue) AS scheduled,
+       (SELECT count(*) FROM stint.place_blocked b WHERE b.queue = q.queue) AS blocked,
        (SELECT count(*) FROM stint.place_ready w WHERE w.queue = q.queue) AS ready,
        (SELECT count(*) FROM stint.place_running r WHERE r.queue = q.queue) AS running,
        coalesce(o.completed, 0) AS completed, coalesce(o.failed, 0) AS failed, coalesce(o.cancelled, 0) AS cancelled,
@@ -352,7 +481,7 @@ LEFT JOIN (
            count(*) FILTER (WHERE t.outcome = 'cancelled') AS cancelled
     FROM stint.task_outcomes t GROUP BY t.queue
 ) o ON o.queue = q.queue;
-COMMENT ON VIEW stint.queue_stats IS 'Tasks of each queue by status, and since when the oldest ready one waits';
+COMMENT ON VIEW stint.queue_stats IS 'Tasks of each queue by status, whether it is paused, and since when the oldest ready one waits';
 /* </end connected objects> */
 
 /* <begin connected objects> */
@@ -374,12 +503,15 @@ CREATE FUNCTION stint.create_queue(
     key_retention interval DEFAULT '7 days',
     late_result text DEFAULT 'accept',
     notify boolean DEFAULT true,
-    comment text DEFAULT NULL
+    comment text DEFAULT NULL,
+    max_run_time interval DEFAULT NULL,
+    paused boolean DEFAULT false,
+    strict_groups boolean DEFAULT false
 ) RETURNS void
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'create_queue_wrapper';
-REVOKE ALL ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text) FROM PUBLIC;
-COMMENT ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text) IS
+REVOKE ALL ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text, interval, boolean, boolean) FROM PUBLIC;
+COMMENT ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text, interval, boolean, boolean) IS
 'Makes a queue.
 lease_for: how long a claim holds a task unless the task or the claim says otherwise; longer than the worker''s worst pause.
 max_attempts: attempts that may fail or lapse before the task fails.
@@ -388,6 +520,9 @@ budgets: budgets every task of the queue draws on.
 key_retention: how long an idempotency key is kept at least; never shorter than its task lives.
 late_result: ''accept'' takes the result of a lapsed lease while nobody else has the task; ''reject'' does not.
 notify: whether changes ring the channel stint_queue (a coalesced doorbell sent by the maintenance worker, never by your transaction).
+max_run_time: the longest an attempt may run: no heartbeat keeps its lease longer, so the sweep takes it back (the attempt counts). paused: whether claims find nothing for now.
+strict_groups: of the tasks with one group_key at most one runs at a time, and they run in the order of enqueueing whatever their priority; one that is scheduled,
+backs off, waits for other tasks or awaits an event holds up those behind it. Without it group_key is a label.
 Errors: 42710 the queue exists; 42704 unknown budget; 22023 a value out of its bounds.';
 
 CREATE FUNCTION stint.create_budget(
@@ -415,21 +550,28 @@ CREATE FUNCTION stint.enqueue(
     agent text DEFAULT NULL,
     tokens bigint DEFAULT NULL,
     budgets text[] DEFAULT NULL,
+    group_key text DEFAULT NULL,
+    depends_on uuid[] DEFAULT NULL,
+    on_dependency_failure text DEFAULT 'fail',
     max_attempts int DEFAULT NULL,
     lease_for interval DEFAULT NULL,
-    labels jsonb DEFAULT NULL
+    labels jsonb DEFAULT NULL,
+    max_run_time interval DEFAULT NULL
 ) RETURNS uuid
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'enqueue_wrapper';
-REVOKE ALL ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], int, interval, jsonb) FROM PUBLIC;
-COMMENT ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], int, interval, jsonb) IS
+REVOKE ALL ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], text, uuid[], text, int, interval, jsonb, interval) FROM PUBLIC;
+COMMENT ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], text, uuid[], text, int, interval, jsonb, interval) IS
 'Adds a task to a queue and returns its id, a UUIDv7. The payload reaches the worker byte for byte as jsonb keeps it.
 priority: higher is claimed sooner. run_at or delay: not before that instant, or that long from now.
 key: at most one task for each queue and key while the key is kept; a repeat returns the id of the first and changes nothing.
 agent: who the work is for, for accounting. tokens: predicted tokens, reserved of every budget while the task runs.
-budgets: budgets it draws on beside its queue''s. max_attempts, lease_for: in place of the queue''s. labels: anything you want to find it by.
-Waits for: another transaction that holds the same key. Sends no NOTIFY.
-Errors: 42704 unknown queue or budget; 54000 over a limit, or a prediction above a budget''s capacity; 22023 a value out of its bounds.';
+budgets: budgets it draws on beside its queue''s. max_attempts, lease_for, max_run_time: in place of the queue''s. labels: anything you want to find it by.
+group_key: what the task belongs with; in a queue with strict_groups it runs after those of the same key that were enqueued before.
+depends_on: tasks of the same queue that must end first; until then it is blocked. Only tasks that exist can be named, so there are no cycles.
+on_dependency_failure: what becomes of it at once when one of them fails or is cancelled: ''fail'', ''cancel'', or ''run'' it all the same once all have ended.
+Waits for: another transaction that holds the same key, enqueues the first task of the same strict group, or moves a task named in depends_on. Sends no NOTIFY.
+Errors: 42704 unknown queue or budget; P0002 depends_on names a task that the queue does not have; 54000 over a limit, or a prediction above a budget''s capacity; 22023 a value out of its bounds.';
 
 CREATE FUNCTION stint.enqueue_many(
     queue text,
@@ -448,15 +590,18 @@ CREATE FUNCTION stint.claim(
     worker text,
     max int DEFAULT 1,
     lease_for interval DEFAULT NULL,
-    wait interval DEFAULT NULL
+    wait interval DEFAULT NULL,
+    agents text[] DEFAULT NULL
 ) RETURNS TABLE (queue text, id uuid, attempt int, lease uuid, payload jsonb, priority int, agent text, tokens bigint, labels jsonb, enqueued_at timestamptz, expires_at timestamptz, expires_in_ms bigint)
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'claim_wrapper';
-REVOKE ALL ON FUNCTION stint.claim(text, text, int, interval, interval) FROM PUBLIC;
-COMMENT ON FUNCTION stint.claim(text, text, int, interval, interval) IS
+REVOKE ALL ON FUNCTION stint.claim(text, text, int, interval, interval, text[]) FROM PUBLIC;
+COMMENT ON FUNCTION stint.claim(text, text, int, interval, interval, text[]) IS
 'Takes at most max tasks under a lease each, by priority (descending), then enqueue order; only tasks whose budgets all have room.
 worker: who runs them, as shown in stint.tasks. lease_for: in place of the task''s or the queue''s.
 wait: sleep in the server until a task is there, at most so long (and at most stint.max_wait); one waiter is woken for each task. Give waiters a connection pool of their own.
+agents: only tasks for these agents, 1 to 100 of them; others are neither held up nor moved. A wait for some agents looks ten times a second, since no wake-up is meant for it.
+A paused queue yields nothing.
 lease is a secret: it is the right to end this attempt. expires_in_ms counts from the claim.
 An empty claim writes nothing. Use in FROM. Never waits for other sessions'' rows.
 Errors: 42704 unknown queue; 25001 wait under REPEATABLE READ; 40001 under REPEATABLE READ when another session took the row; 0A000 when a transaction that claimed budgeted tasks is prepared.';
@@ -474,7 +619,7 @@ LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'extend_wrapper';
 REVOKE ALL ON FUNCTION stint.extend(text, uuid, uuid, interval, jsonb, text, text) FROM PUBLIC;
 COMMENT ON FUNCTION stint.extend(text, uuid, uuid, interval, jsonb, text, text) IS
-'The heartbeat: the lease now ends duration from now (by default as long as it was granted for).
+'The heartbeat: the lease now ends duration from now (by default as long as it was granted for), but never after the attempt''s max_run_time.
 status: ''held''; ''cancel_requested'' (still held: stop, then fail or release); ''lost'' (another attempt may run: stop).
 progress, run_id, trace_id: kept and shown in stint.tasks and, for a worker that dies, in stint.attempts.
 A lease past its time that was not swept yet is extended. Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
@@ -555,7 +700,7 @@ LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'cancel_wrapper';
 REVOKE ALL ON FUNCTION stint.cancel(text, uuid, text) FROM PUBLIC;
 COMMENT ON FUNCTION stint.cancel(text, uuid, text) IS
-'Cancels a task. outcome: ''cancelled'' (it was waiting); ''cancel_requested'' (it runs: its worker learns of it from stint.extend, and it is not retried; a completion
+'Cancels a task. Tasks that depend on it fail, are cancelled or run as their on_dependency_failure says. outcome: ''cancelled'' (it was waiting); ''cancel_requested'' (it runs: its worker learns of it from stint.extend, and it is not retried; a completion
 that comes first still counts); ''already_finished'', status says how. Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
 
 CREATE FUNCTION stint.sweep(
@@ -565,8 +710,9 @@ LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'sweep_wrapper';
 REVOKE ALL ON FUNCTION stint.sweep(int) FROM PUBLIC;
 COMMENT ON FUNCTION stint.sweep(int) IS
-'Takes back at most max tasks whose lease has lapsed: the attempt counts, the task is claimable again at once, or fails when its attempts are used up.
-The maintenance worker does this all the time; call it where none runs. Rows that another session holds are left for the next round. Use in FROM.';
+'Takes back at most max tasks whose lease has lapsed, in the order of their times: the attempt counts, the task is claimable again at once, or fails when its attempts are used up.
+The maintenance worker does this all the time; call it where none runs. Rows that another session holds are left for the next round.
+A task that cannot be taken back (somebody''s trigger raises, say) is set aside for the round and told in a WARNING; those behind it are rescued all the same. Use in FROM.';
 
 CREATE FUNCTION stint.promote(
     max int DEFAULT 1000
@@ -624,6 +770,458 @@ COMMENT ON VIEW stint.budgets IS 'Budgets: limits, what is in use, and the room 
 -- src/lib.rs
 -- requires:
 --   queue_verbs
+
+-- What a task keeps between attempts, and waiting for events. Functions of the library (src/queue/checkpoint.rs, event.rs).
+
+CREATE FUNCTION stint.checkpoint(
+    queue text,
+    id uuid,
+    lease uuid,
+    step text,
+    value jsonb
+) RETURNS TABLE (status text, value jsonb)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'checkpoint_wrapper';
+REVOKE ALL ON FUNCTION stint.checkpoint(text, uuid, uuid, text, jsonb) FROM PUBLIC;
+COMMENT ON FUNCTION stint.checkpoint(text, uuid, uuid, text, jsonb) IS
+'Keeps what a step of the task came to, so that a later attempt need not pay for it again. The first value of a step stays, as jsonb keeps it.
+status: ''saved''; ''kept'' (the step had a value: use the one returned); ''lost'' (the lease is not the live one: stop, nothing was written).
+Use in FROM. Errors: P0002 unknown task; 42704 unknown queue; 54000 the value is over stint.max_payload.';
+
+CREATE FUNCTION stint.checkpoints(
+    queue text,
+    id uuid
+) RETURNS TABLE (step text, value jsonb, attempt int, saved_at timestamptz)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'checkpoints_wrapper';
+REVOKE ALL ON FUNCTION stint.checkpoints(text, uuid) FROM PUBLIC;
+COMMENT ON FUNCTION stint.checkpoints(text, uuid) IS
+'The steps a task has finished, in that order, with the attempt that did. An event it awaited is a step of that name; its value is null where the wait timed out.
+Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.await(
+    queue text,
+    id uuid,
+    lease uuid,
+    event text,
+    timeout interval DEFAULT NULL
+) RETURNS TABLE (status text, payload jsonb)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'await_event_wrapper';
+REVOKE ALL ON FUNCTION stint.await(text, uuid, uuid, text, interval) FROM PUBLIC;
+COMMENT ON FUNCTION stint.await(text, uuid, uuid, text, interval) IS
+'Waits for an event without holding anything: unless the event was emitted already, the attempt ends without counting, its lease and budgets are given up, and the
+task is claimable again when the event is emitted or the timeout (by default stint.max_delay) is over. The next attempt calls await again and gets the answer.
+status: ''emitted'', with the payload; ''waiting'' (stop: the lease is given up); ''timed_out''; ''cancelled'' where that had been asked; ''lost'' (the lease is not the
+live one: stop). The answer is kept as a checkpoint under the event''s name, so every later attempt gets the same.
+Waits for: another transaction that emits the event. Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.emit(
+    event text,
+    payload jsonb DEFAULT 'null'
+) RETURNS TABLE (first boolean, woken int, payload jsonb)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'emit_wrapper';
+REVOKE ALL ON FUNCTION stint.emit(text, jsonb) FROM PUBLIC;
+COMMENT ON FUNCTION stint.emit(text, jsonb) IS
+'Emits an event, which happens once: the first committed payload of a name stays, for those who await it now (woken says how many) and for those who will.
+first: whether this call was the one; payload: the one that stays. Tasks are woken when the transaction commits; a rollback wakes nobody.
+Waits for: another transaction that emits the same event or is about to await it. Use in FROM. Errors: 54000 the payload is over stint.max_payload.';
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   flow_verbs
+
+-- Schedules: cron text in a time zone, and the slots that fired. A slot is one row, in the transaction of its task, and its key makes it fire once. Rows of
+-- schedule_slots are only added and, when they are old, removed; a schedule's own row changes when somebody pauses or resumes it.
+
+CREATE TABLE stint.schedule_config (
+    schedule        text COLLATE "C" PRIMARY KEY,
+    cron            text NOT NULL,
+    time_zone       text NOT NULL,
+    into_queue      text COLLATE "C" NOT NULL,
+    payload         jsonb NOT NULL,
+    priority        int NOT NULL,
+    delay           interval,
+    key             text COLLATE "C",
+    agent           text COLLATE "C",
+    tokens          bigint,
+    budgets         text[] COLLATE "C" NOT NULL,
+    max_attempts    int,
+    lease_for       interval,
+    labels          jsonb,
+    catch_up        text NOT NULL CHECK (catch_up IN ('none', 'last', 'all')),
+    paused          boolean NOT NULL,
+    since           timestamptz NOT NULL,
+    comment         text,
+    created_at      timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE stint.schedule_config IS 'Schedules and the task each makes; made by stint.create_schedule. since: slots up to then are not due (when it was created or resumed)';
+
+CREATE TABLE stint.schedule_slots (
+    schedule        text COLLATE "C" NOT NULL,
+    slot            timestamptz NOT NULL,
+    fired_at        timestamptz NOT NULL,
+    queue_was       text COLLATE "C" NOT NULL,
+    id              uuid,
+    error           text,
+    PRIMARY KEY (schedule, slot)
+);
+COMMENT ON TABLE stint.schedule_slots IS 'The latest slots of each schedule: the task each made, or the error that kept it from making one';
+
+SELECT pg_catalog.pg_extension_config_dump('stint.schedule_config', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.schedule_slots', '');
+
+CREATE FUNCTION stint.create_schedule(
+    queue text,
+    name text,
+    cron text,
+    payload jsonb,
+    time_zone text DEFAULT 'UTC',
+    priority int DEFAULT 0,
+    delay interval DEFAULT NULL,
+    key text DEFAULT NULL,
+    agent text DEFAULT NULL,
+    tokens bigint DEFAULT NULL,
+    budgets text[] DEFAULT '{}',
+    max_attempts int DEFAULT NULL,
+    lease_for interval DEFAULT NULL,
+    labels jsonb DEFAULT NULL,
+    catch_up text DEFAULT 'last',
+    paused boolean DEFAULT false,
+    comment text DEFAULT NULL
+) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'create_schedule_wrapper';
+REVOKE ALL ON FUNCTION stint.create_schedule(text, text, text, jsonb, text, int, interval, text, text, bigint, text[], int, interval, jsonb, text, boolean, text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.create_schedule(text, text, text, jsonb, text, int, interval, text, text, bigint, text[], int, interval, jsonb, text, boolean, text) IS
+'Has a task made in the queue at every time that the cron text names. name: of the schedule, one in the database.
+cron: minute, hour, day of month, month, day of week, as cron reads them: *, lists, ranges, steps (*/15), names (MON, JAN), L (the last day), 15W (the weekday nearest to the 15th), FRI#2
+(the second Friday), +MON (and a Monday, not or); or @hourly, @daily, @weekly, @monthly, @yearly. Where days of month and of week are both given, either is enough.
+time_zone: a name of the IANA database; the text is read on the wall clock there. Where that clock is set, a text that names hours fires once for each time it names: one that is
+skipped, at the first instant after the gap (02:30 becomes 03:00); one that comes twice, the first time. A text that matches every hour follows real time: it fires at every matching
+minute that comes, and makes up none that does not.
+payload, priority, delay, key, agent, tokens, budgets, max_attempts, lease_for, labels: of each task, as stint.enqueue takes them. With a key, a slot that comes while the key is held
+makes no task of its own; in a queue with key_retention 0 that is while the last one is not finished.
+catch_up: what becomes of slots missed by more than a minute, because the server was down or its clock was set forward: ''none'' leaves them out; ''last'' fires once, for the latest; ''all''
+fires each, the earliest first. A clock set back fires nothing twice: the schedule goes on when the clock is past the last slot.
+Slots up to now, or in a pause, are never due. Errors: 22023 cron, time_zone or catch_up that means nothing; 42710 the name is taken; 42704 unknown queue or budget; else as stint.enqueue.';
+
+CREATE FUNCTION stint.pause_schedule(name text) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'pause_schedule_wrapper';
+REVOKE ALL ON FUNCTION stint.pause_schedule(text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.pause_schedule(text) IS
+'Has a schedule make no tasks until stint.resume_schedule. Once this has committed, none comes any more. Nothing changes where it is paused. Errors: 42704 unknown schedule.';
+
+CREATE FUNCTION stint.resume_schedule(name text) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'resume_schedule_wrapper';
+REVOKE ALL ON FUNCTION stint.resume_schedule(text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.resume_schedule(text) IS
+'Has a paused schedule go on with the next slot; those that fell into the pause are not made up, whatever its catch_up. Nothing changes where it is not paused. Errors: 42704 unknown schedule.';
+
+CREATE FUNCTION stint.drop_schedule(name text) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'drop_schedule_wrapper';
+REVOKE ALL ON FUNCTION stint.drop_schedule(text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.drop_schedule(text) IS 'Removes a schedule and what is kept of its slots. Tasks it made stay. Errors: 42704 unknown schedule.';
+
+CREATE FUNCTION stint.fire_schedules(max int DEFAULT 1000) RETURNS int
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'fire_schedules_wrapper';
+REVOKE ALL ON FUNCTION stint.fire_schedules(int) FROM PUBLIC;
+COMMENT ON FUNCTION stint.fire_schedules(int) IS
+'Fires at most max slots that are due, schedule by schedule, and returns how many. Each slot and its task are made together, and no slot fires twice whoever calls this.
+A task that is refused (its queue was dropped, a budget has no room for it ever) leaves its error at the slot, shown in stint.schedules; the other schedules go on. What may pass by
+itself (a lock that was waited for in vain, a full disk) is a WARNING, and the slot is tried again. A schedule that another session fires is left to it.
+The maintenance worker does this all the time; call it where none runs. Errors: 55000 in a copy of another database, before stint.activate().';
+
+CREATE FUNCTION stint.next_fire(
+    cron text,
+    time_zone text DEFAULT 'UTC',
+    since timestamptz DEFAULT clock_timestamp()
+) RETURNS timestamptz
+LANGUAGE c STABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'next_fire_wrapper';
+REVOKE ALL ON FUNCTION stint.next_fire(text, text, timestamptz) FROM PUBLIC;
+COMMENT ON FUNCTION stint.next_fire(text, text, timestamptz) IS
+'When a schedule with this cron text and time zone would fire first, strictly after since: for trying a text before stint.create_schedule. Errors: 22023 cron or time_zone that means nothing.';
+
+CREATE VIEW stint.schedules AS
+SELECT c.schedule, c.cron, c.time_zone, c.into_queue AS queue,
+       CASE WHEN NOT c.paused
+            THEN stint.next_fire(c.cron, c.time_zone,
+                                 greatest(c.since, s.slot, CASE WHEN c.catch_up = 'none' THEN clock_timestamp() - interval '1 minute' END)) END AS next_fire,
+       f.slot AS last_fire, f.id AS last_task, c.paused, e.error AS last_error, e.slot AS last_error_slot, c.catch_up, c.comment, c.created_at
+FROM stint.schedule_config c
+LEFT JOIN LATERAL (SELECT l.slot FROM stint.schedule_slots l WHERE l.schedule = c.schedule ORDER BY l.slot DESC LIMIT 1) s ON true
+LEFT JOIN LATERAL (SELECT l.slot, l.id FROM stint.schedule_slots l WHERE l.schedule = c.schedule AND l.id IS NOT NULL ORDER BY l.slot DESC LIMIT 1) f ON true
+LEFT JOIN LATERAL (SELECT l.slot, l.error FROM stint.schedule_slots l WHERE l.schedule = c.schedule AND l.error IS NOT NULL ORDER BY l.slot DESC LIMIT 1) e ON true;
+COMMENT ON VIEW stint.schedules IS
+'Schedules: when each fires next (in the past: it is due; null: paused), the last slot that made a task and that task, and the last slot whose task was refused and why';
+
+CREATE VIEW stint.schedule_fires AS
+SELECT l.schedule, l.slot, l.fired_at, l.queue_was AS queue, l.id, l.error
+FROM stint.schedule_slots l;
+COMMENT ON VIEW stint.schedule_fires IS 'The last hundred slots of each schedule: when each was due and when it fired, and its task or why there is none';
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   schedules
+
+-- Running a queue: its settings while it works, single tasks moved by hand, batches, and what shows how it does. The verbs are functions of the library (src/queue).
+
+CREATE FUNCTION stint.alter_queue(
+    queue text,
+    lease_for interval DEFAULT NULL,
+    max_attempts int DEFAULT NULL,
+    backoff_base interval DEFAULT NULL,
+    backoff_factor double precision DEFAULT NULL,
+    backoff_max interval DEFAULT NULL,
+    backoff_jitter double precision DEFAULT NULL,
+    budgets text[] DEFAULT NULL,
+    key_retention interval DEFAULT NULL,
+    late_result text DEFAULT NULL,
+    notify boolean DEFAULT NULL,
+    comment text DEFAULT NULL,
+    max_run_time interval DEFAULT NULL,
+    paused boolean DEFAULT NULL
+) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'alter_queue_wrapper';
+REVOKE ALL ON FUNCTION stint.alter_queue FROM PUBLIC;
+COMMENT ON FUNCTION stint.alter_queue IS
+'Changes a queue''s settings; the arguments are those of stint.create_queue, and null keeps what is there. max_run_time => ''0'' and comment => '''' take theirs away.
+What runs goes on under the lease, deadline and budgets it was claimed with. Waits for: another open transaction that changes the same queue.
+Errors: 42704 unknown queue or budget; 22023 a value out of its bounds.';
+
+CREATE FUNCTION stint.pause_queue(queue text) RETURNS boolean
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'pause_queue_wrapper';
+REVOKE ALL ON FUNCTION stint.pause_queue FROM PUBLIC;
+COMMENT ON FUNCTION stint.pause_queue IS
+'Has claims of a queue find nothing, until stint.resume_queue, also after a restart. Tasks are still taken in, scheduled ones become ready, and what runs goes on
+to its end. A claim that began before this commits may still take a task. Returns whether this call changed anything. Errors: 42704 unknown queue.';
+
+CREATE FUNCTION stint.resume_queue(queue text) RETURNS boolean
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'resume_queue_wrapper';
+REVOKE ALL ON FUNCTION stint.resume_queue FROM PUBLIC;
+COMMENT ON FUNCTION stint.resume_queue IS
+'Ends a pause; sessions that wait in claim look at once. Returns whether this call changed anything. Errors: 42704 unknown queue.';
+
+CREATE FUNCTION stint.purge_queue(
+    queue text,
+    max bigint DEFAULT NULL,
+    reason text DEFAULT NULL
+) RETURNS bigint
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'purge_queue_wrapper';
+REVOKE ALL ON FUNCTION stint.purge_queue FROM PUBLIC;
+COMMENT ON FUNCTION stint.purge_queue IS
+'Cancels waiting tasks (ready, scheduled and blocked ones): each gets the outcome ''cancelled'' with reason as its error, and keeps its history. Returns how many.
+max: at most so many in this transaction; call it until it returns 0 to keep transactions short. Without it, all of them. Running and finished tasks stay as they are.
+Rows that another session holds are left out. Pause the queue first if nothing more shall be claimed.
+Waits for: enqueues that depend on blocked tasks or join their strict groups. What depends on a cancelled task ends as its on_dependency_failure says, uncounted. Errors: 42704 unknown queue.';
+
+CREATE FUNCTION stint.drop_queue(
+    queue text,
+    force boolean DEFAULT false
+) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'drop_queue_wrapper';
+REVOKE ALL ON FUNCTION stint.drop_queue FROM PUBLIC;
+COMMENT ON FUNCTION stint.drop_queue IS
+'Removes a queue. One that has tasks, live or finished, is refused (2BP01) unless force is true: then they go with their keys, attempts, usage and outcomes, and a worker
+that still runs one learns from its next call that the queue is unknown. Budgets stay.
+Locks task_facts, task_outcomes and the tables of live tasks against writers for its last step: it waits for open transactions that wrote to them, and other queues wait
+for it meanwhile; set lock_timeout. Errors: 42704 unknown queue; 2BP01 it has tasks; 25001 under REPEATABLE READ.';
+
+CREATE FUNCTION stint.enqueue_once(
+    queue text,
+    payload jsonb,
+    key text,
+    conflict text DEFAULT 'return',
+    priority int DEFAULT 0,
+    run_at timestamptz DEFAULT NULL,
+    delay interval DEFAULT NULL,
+    agent text DEFAULT NULL,
+    tokens bigint DEFAULT NULL,
+    budgets text[] DEFAULT NULL,
+    max_attempts int DEFAULT NULL,
+    lease_for interval DEFAULT NULL,
+    labels jsonb DEFAULT NULL,
+    max_run_time interval DEFAULT NULL
+) RETURNS TABLE (id uuid, created boolean)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'enqueue_once_wrapper';
+REVOKE ALL ON FUNCTION stint.enqueue_once FROM PUBLIC;
+COMMENT ON FUNCTION stint.enqueue_once IS
+'Adds a task under a key, as stint.enqueue does, and says whether this call made it. Where the key is held, id is its task''s and nothing changes.
+conflict: what a held key with another payload means: ''return'' answers with the task that is there, ''error'' refuses (23505, naming the key). Payloads are compared as jsonb.
+Waits for: another transaction that holds the same key. Use in FROM. Errors: as stint.enqueue; 22004 no key; 23505 as said.';
+
+CREATE FUNCTION stint.snooze(
+    queue text,
+    id uuid,
+    lease uuid,
+    duration interval
+) RETURNS TABLE (outcome text, first boolean, status text, run_at timestamptz, run_in_ms bigint)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'snooze_wrapper';
+REVOKE ALL ON FUNCTION stint.snooze FROM PUBLIC;
+COMMENT ON FUNCTION stint.snooze IS
+'Puts a claimed task off for duration; the attempt ends as ''snoozed'' and does not count against max_attempts, and its budgets are free.
+outcome: ''snoozed'' (run_at, run_in_ms say until when); ''cancelled'' where that had been asked; else as stint.complete answers. A lease that was snoozed ends nothing any more.
+Use in FROM. Errors: P0002 unknown task; 42704 unknown queue; 22023, 54000 a duration out of bounds.';
+
+CREATE FUNCTION stint.annotate(
+    queue text,
+    id uuid,
+    lease uuid,
+    run_id text DEFAULT NULL,
+    trace_id text DEFAULT NULL
+) RETURNS text
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'annotate_wrapper';
+REVOKE ALL ON FUNCTION stint.annotate FROM PUBLIC;
+COMMENT ON FUNCTION stint.annotate IS
+'Notes the run id on your job platform and its trace id as soon as they are known, so that the attempt of a worker that dies later has them too. The lease stays as long as it was.
+Returns ''held'', ''cancel_requested'' or ''lost'' as stint.extend does; null keeps what was noted before. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.retry(
+    queue text,
+    id uuid
+) RETURNS TABLE (outcome text, status text)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'retry_wrapper';
+REVOKE ALL ON FUNCTION stint.retry FROM PUBLIC;
+COMMENT ON FUNCTION stint.retry IS
+'Makes a failed or cancelled task live again: ready at the end of its line with the priority it was enqueued with. Its attempts stay and count no more, so it has
+max_attempts again; the outcome it had moves to stint.task_retries. A key it had is taken again. What depended on it has ended, or waits
+for it if a sweep ended it a moment ago. It waits for none of the tasks it depended on.
+outcome: ''retried''; ''already_completed''; ''not_finished'', status says where it is; ''key_taken'': another task got its key meanwhile, nothing was changed.
+Use in FROM. Errors: P0002 unknown task; 42704 unknown queue; 0A000 the task was in a strict group, whose turn has passed: enqueue the work again.';
+
+CREATE FUNCTION stint.retry_failed(
+    queue text,
+    since timestamptz DEFAULT NULL,
+    agent text DEFAULT NULL,
+    max int DEFAULT 1000
+) RETURNS bigint
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'retry_failed_wrapper';
+REVOKE ALL ON FUNCTION stint.retry_failed FROM PUBLIC;
+COMMENT ON FUNCTION stint.retry_failed IS
+'Retries at most max failed tasks as stint.retry does, in the order they were enqueued, and returns how many; call it until it returns 0. Cancelled tasks stay.
+since: only those that failed at or after that instant. agent: only those for that agent. Tasks of strict groups, and those whose key another task got, are left out, as are rows that another session holds.
+Errors: 42704 unknown queue; 54000 max above stint.max_batch.';
+
+CREATE FUNCTION stint.reprioritize(
+    queue text,
+    id uuid,
+    priority int
+) RETURNS TABLE (outcome text, status text)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'reprioritize_wrapper';
+REVOKE ALL ON FUNCTION stint.reprioritize FROM PUBLIC;
+COMMENT ON FUNCTION stint.reprioritize IS
+'Gives a waiting task another priority. Among the tasks of that priority it stands where its age puts it. It keeps the priority through its attempts, until stint.retry.
+outcome: ''reprioritized''; ''already_running'' and ''already_finished'' change nothing. Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.complete_many(
+    queue text,
+    items jsonb
+) RETURNS TABLE (ordinality int, id uuid, outcome text, result jsonb, first boolean, status text)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'complete_many_wrapper';
+REVOKE ALL ON FUNCTION stint.complete_many FROM PUBLIC;
+COMMENT ON FUNCTION stint.complete_many IS
+'Ends a batch of attempts as completed. items: an array of objects whose fields are the arguments of stint.complete but the queue; id and lease must be there.
+Returns one row per element, in order, with what stint.complete would answer: each element has an outcome of its own, and one that was superseded does not hold up the others.
+Tasks are taken in the order of their ids. An element that is no item, or names an unknown task, is an error that names it, and then nothing is changed.
+Use in FROM. Errors: as stint.complete, naming the element; 54000 more elements than stint.max_batch.';
+
+CREATE FUNCTION stint.finish_and_claim(
+    queue text,
+    id uuid,
+    lease uuid,
+    worker text,
+    result jsonb DEFAULT NULL,
+    max int DEFAULT 1,
+    lease_for interval DEFAULT NULL,
+    agents text[] DEFAULT NULL,
+    run_id text DEFAULT NULL,
+    trace_id text DEFAULT NULL,
+    model text DEFAULT NULL,
+    input_tokens bigint DEFAULT NULL,
+    cached_tokens bigint DEFAULT NULL,
+    output_tokens bigint DEFAULT NULL,
+    model_cost numeric DEFAULT NULL,
+    compute_cost numeric DEFAULT NULL,
+    confidence real DEFAULT NULL,
+    meta jsonb DEFAULT NULL
+) RETURNS TABLE (kind text, id uuid, outcome text, result jsonb, first boolean, status text, attempt int, lease uuid, payload jsonb, priority int, agent text, tokens bigint, labels jsonb, enqueued_at timestamptz, expires_at timestamptz, expires_in_ms bigint)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'finish_and_claim_wrapper';
+REVOKE ALL ON FUNCTION stint.finish_and_claim FROM PUBLIC;
+COMMENT ON FUNCTION stint.finish_and_claim IS
+'Ends one attempt as completed and claims the next tasks, in one commit. What the finished task held of its budgets is there for the claimed ones.
+Returns one row of kind ''finished'', always and first, with id, outcome, result, first and status as stint.complete answers; then one row of kind ''claimed'' for each task
+claimed, with stint.claim''s columns. The claim happens whatever became of the finished task. Never waits for tasks. The arguments are those of both.
+Use in FROM. Errors: as stint.complete and stint.claim.';
+
+CREATE VIEW stint.stuck AS
+SELECT r.queue, r.id, s.problem, r.worker, f.agent, r.attempt, r.started_at, r.heartbeat_at,
+       coalesce(r.extended_until, r.expires_at) AS expires_at, r.deadline, r.run_id, r.trace_id
+FROM stint.place_running r
+JOIN stint.task_facts f ON f.queue = r.queue AND f.id = r.id
+CROSS JOIN LATERAL (
+    SELECT CASE WHEN r.deadline <= n.at THEN 'past max_run_time'
+                WHEN coalesce(r.extended_until, r.expires_at) <= n.at THEN 'lapsed'
+                WHEN r.deadline - n.at < (n.at - r.started_at) / 9 THEN 'near max_run_time'
+                WHEN coalesce(r.extended_until, r.expires_at) - n.at < (r.expires_at - r.started_at) / 5
+                THEN CASE WHEN r.heartbeat_at IS NULL THEN 'near expiry, no heartbeat' ELSE 'near expiry, heartbeat overdue' END
+           END AS problem
+    FROM (SELECT clock_timestamp() AS at) n
+) s
+WHERE s.problem IS NOT NULL;
+COMMENT ON VIEW stint.stuck IS
+'Running attempts that look stuck: ''lapsed'' or ''past max_run_time'' and not swept yet; ''near max_run_time'', nine tenths are over; ''near expiry'', less than a fifth of the
+lease is left, without a heartbeat or with one overdue';
+
+CREATE FUNCTION stint.lease_advice(queue text) RETURNS TABLE (
+    agent text, attempts bigint, lapsed bigint, run_time_p50 interval, run_time_p99 interval, heartbeat_gap_p50 interval, heartbeat_gap_p99 interval,
+    lease_for interval, advice text
+)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'lease_advice_wrapper';
+REVOKE ALL ON FUNCTION stint.lease_advice FROM PUBLIC;
+COMMENT ON FUNCTION stint.lease_advice IS
+'For each agent of a queue: how long its attempts ran (median and 99th percentile) and the longest gap between two heartbeats of one attempt (likewise), against the
+queue''s lease, and in words what follows. Lapsed attempts are counted, but not timed. Reads all attempts of the queue. Use in FROM. Errors: 42704 unknown queue.';
+
+CREATE FUNCTION stint.prediction_advice(queue text) RETURNS TABLE (
+    agent text, attempts bigint, predicted_tokens numeric, actual_tokens numeric, factor numeric, factor_p50 numeric, factor_p99 numeric, advice text
+)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'prediction_advice_wrapper';
+REVOKE ALL ON FUNCTION stint.prediction_advice FROM PUBLIC;
+COMMENT ON FUNCTION stint.prediction_advice IS
+'For each agent of a queue: the tokens predicted for its completed and failed attempts against those they reported (input and output), together and as the median and
+99th percentile of the factor between the two, and in words what follows. Tasks without a prediction and attempts without reported tokens are left out.
+Reads all attempts of the queue. Use in FROM. Errors: 42704 unknown queue.';
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   queue_operations
 
 -- State tables: which tables are declared, and how their rows merge.
 
@@ -1036,11 +1634,15 @@ AS $$
     WITH places AS (
         SELECT w.queue, w.id, 'ready' AS place, w.lane, w.attempt, w.counted FROM stint.place_ready w
         UNION ALL SELECT s.queue, s.id, 'scheduled', s.lane, s.attempt, s.counted FROM stint.place_scheduled s
+        UNION ALL SELECT b.queue, b.id, 'blocked', b.lane, b.attempt, b.counted FROM stint.place_blocked b
         UNION ALL SELECT r.queue, r.id, 'running', r.lane, r.attempt - 1, r.counted FROM stint.place_running r
     ), ended AS (
         SELECT a.queue, a.id, count(*) AS attempts, max(a.attempt) AS last,
-               count(*) FILTER (WHERE a.ended IN ('failed', 'lapsed')) AS counted
-        FROM stint.task_attempts a GROUP BY a.queue, a.id
+               count(*) FILTER (WHERE a.ended IN ('failed', 'lapsed') AND a.attempt > coalesce(t.attempt, 0)) AS counted
+        FROM stint.task_attempts a
+        LEFT JOIN (SELECT r.queue, r.id, max(r.attempt) AS attempt FROM stint.task_retries r GROUP BY r.queue, r.id) t
+               ON t.queue = a.queue AND t.id = a.id
+        GROUP BY a.queue, a.id
     )
     SELECT 'a live task is in exactly one place, a finished one in none', f.queue, f.id,
            coalesce('in ' || string_agg(p.place, ', '), 'in no place') || coalesce(', outcome ' || o.outcome, ', no outcome')
@@ -1055,7 +1657,9 @@ AS $$
           UNION ALL SELECT o.queue, o.id, 'outcome' FROM stint.task_outcomes o
           UNION ALL SELECT e.queue, e.id, 'attempts' FROM ended e
           UNION ALL SELECT k.queue, k.id, 'key ' || k.key FROM stint.task_keys k
-          UNION ALL SELECT u.queue, u.id, 'late usage' FROM stint.usage_late u) x
+          UNION ALL SELECT c.queue, c.id, 'checkpoint ' || c.step FROM stint.task_checkpoints c
+          UNION ALL SELECT u.queue, u.id, 'late usage' FROM stint.usage_late u
+          UNION ALL SELECT t.queue, t.id, 'retry ' || t.retry FROM stint.task_retries t) x
     WHERE NOT EXISTS (SELECT FROM stint.task_facts f WHERE f.queue = x.queue AND f.id = x.id)
     UNION ALL
     SELECT 'every task belongs to a queue', f.queue, f.id, 'unknown queue'
@@ -1081,7 +1685,43 @@ AS $$
     FROM (SELECT o.queue, o.id, o.outcome AS word FROM stint.task_outcomes o WHERE o.outcome NOT IN ('completed', 'failed', 'cancelled')
           UNION ALL
           SELECT a.queue, a.id, a.ended FROM stint.task_attempts a
-          WHERE a.ended NOT IN ('completed', 'failed', 'cancelled', 'released', 'lapsed')) x
+          WHERE a.ended NOT IN ('completed', 'failed', 'cancelled', 'released', 'snoozed', 'awaiting', 'lapsed')) x
+    UNION ALL
+    SELECT 'a ready row names the agent of its task', w.queue, w.id, coalesce(w.agent, 'none') || ' in place of ' || coalesce(f.agent, 'none')
+    FROM stint.place_ready w JOIN stint.task_facts f ON f.queue = w.queue AND f.id = w.id
+    WHERE w.agent IS DISTINCT FROM f.agent
+    UNION ALL
+    SELECT 'a lease ends by the deadline of its attempt', r.queue, r.id, coalesce(r.extended_until, r.expires_at) || ' is after ' || r.deadline
+    FROM stint.place_running r WHERE coalesce(r.extended_until, r.expires_at) > r.deadline
+    UNION ALL
+    SELECT 'a blocked task waits for something', b.queue, b.id, 'for no task and no turn'
+    FROM stint.place_blocked b
+    WHERE b.group_key IS NULL AND NOT EXISTS (SELECT FROM stint.task_dependencies d WHERE d.queue = b.queue AND d.id = b.id)
+    UNION ALL
+    SELECT 'a dependency is of a blocked task on a live one', d.queue, d.id, 'on ' || d.on_id
+    FROM stint.task_dependencies d
+    WHERE NOT EXISTS (SELECT FROM stint.place_blocked b WHERE b.queue = d.queue AND b.id = d.id)
+          OR NOT EXISTS (SELECT FROM places p WHERE p.queue = d.queue AND p.id = d.on_id
+                         UNION ALL SELECT FROM stint.follow_ups u WHERE u.queue = d.queue AND u.id = d.on_id)
+          OR d.on_failure NOT IN ('fail', 'cancel', 'run')
+    UNION ALL
+    SELECT 'one task of each strict group has its turn', g.queue, NULL, 'group "' || g.group_key || '": ' || g.turns || ' have'
+    FROM (SELECT coalesce(t.queue, m.queue) AS queue, coalesce(t.group_key, m.group_key) AS group_key, coalesce(m.turns, 0) AS turns,
+                 t.queue IS NOT NULL AS known
+          FROM stint.group_turns t
+          FULL JOIN (SELECT f.queue, f.group_key, count(*) FILTER (WHERE b.group_key IS NULL) AS turns
+                     FROM stint.task_facts f
+                     JOIN stint.queue_config q ON q.queue = f.queue AND q.strict_groups
+                     JOIN places p ON p.queue = f.queue AND p.id = f.id
+                     LEFT JOIN stint.place_blocked b ON b.queue = f.queue AND b.id = f.id
+                     WHERE f.group_key IS NOT NULL
+                     GROUP BY f.queue, f.group_key) m ON m.queue = t.queue AND m.group_key = t.group_key) g
+    WHERE (g.turns <> 1 OR NOT g.known)
+      AND NOT EXISTS (SELECT FROM stint.follow_ups u JOIN stint.task_facts f ON f.queue = u.queue AND f.id = u.id
+                      WHERE u.queue = g.queue AND f.group_key = g.group_key)
+    UNION ALL
+    SELECT 'nobody awaits an event that was emitted', s.queue, s.id, 'event "' || s.event || '"'
+    FROM stint.place_scheduled s JOIN stint.events e ON e.event = s.event AND e.emitted_at IS NOT NULL
     UNION ALL
     SELECT 'no lease is granted twice', r.queue, r.id, 'running under the lease of attempt ' || a.attempt
     FROM stint.place_running r JOIN stint.task_attempts a ON a.queue = r.queue AND a.id = r.id AND a.lease = r.lease
@@ -1092,6 +1732,10 @@ AS $$
     UNION ALL
     SELECT 'the live usage of a budget is what its running tasks reserve', NULL, NULL, u.budget || ': ' || u.running || ' running, ' || u.tokens || ' tokens'
     FROM stint.budget_usage() u WHERE NOT u.derived
+    UNION ALL
+    SELECT 'a slot belongs to a schedule and has a task or an error', s.queue_was, s.id, s.schedule || ' at ' || s.slot
+    FROM stint.schedule_slots s LEFT JOIN stint.schedule_config c ON c.schedule = s.schedule
+    WHERE c.schedule IS NULL OR (s.id IS NULL) = (s.error IS NULL)
 $$;
 REVOKE ALL ON FUNCTION stint.check() FROM PUBLIC;
 COMMENT ON FUNCTION stint.check() IS
@@ -1246,6 +1890,24 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/queue/alter.rs
+-- pg_stint::queue::alter::alter_queue
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/annotate.rs
+-- pg_stint::queue::annotate::annotate
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/event.rs
+-- pg_stint::queue::event::await_event
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/budget/live.rs
 -- pg_stint::budget::live::budget_usage
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -1260,6 +1922,18 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* <begin connected objects> */
 -- src/changelog/reader.rs
 -- pg_stint::changelog::reader::changes
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/checkpoint.rs
+-- pg_stint::queue::checkpoint::checkpoint
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/checkpoint.rs
+-- pg_stint::queue::checkpoint::checkpoints
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -1282,6 +1956,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/queue/complete_many.rs
+-- pg_stint::queue::complete_many::complete_many
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/budget/create.rs
 -- pg_stint::budget::create::create_budget
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -1300,6 +1980,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/queue/schedule.rs
+-- pg_stint::queue::schedule::create_schedule
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/state/declare.rs
 -- pg_stint::state::declare::create_state
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -1308,6 +1994,18 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* <begin connected objects> */
 -- src/changelog/consumer.rs
 -- pg_stint::changelog::consumer::drop_consumer
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/drop.rs
+-- pg_stint::queue::drop::drop_queue
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/schedule.rs
+-- pg_stint::queue::schedule::drop_schedule
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -1324,6 +2022,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/queue/event.rs
+-- pg_stint::queue::event::emit
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/queue/enqueue.rs
 -- pg_stint::queue::enqueue::enqueue
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -1332,6 +2036,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* <begin connected objects> */
 -- src/queue/enqueue_many.rs
 -- pg_stint::queue::enqueue_many::enqueue_many
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/enqueue_once.rs
+-- pg_stint::queue::enqueue_once::enqueue_once
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -1360,6 +2070,18 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/queue/finish_and_claim.rs
+-- pg_stint::queue::finish_and_claim::finish_and_claim
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/schedule.rs
+-- pg_stint::queue::schedule::fire_schedules
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/snapshot/as_of.rs
 -- pg_stint::snapshot::as_of::images_after
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -1368,6 +2090,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* <begin connected objects> */
 -- src/worker/status.rs
 -- pg_stint::worker::status::launcher_state
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/advice.rs
+-- pg_stint::queue::advice::lease_advice
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -1384,6 +2112,24 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/queue/schedule.rs
+-- pg_stint::queue::schedule::next_fire
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/alter.rs
+-- pg_stint::queue::alter::pause_queue
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/schedule.rs
+-- pg_stint::queue::schedule::pause_schedule
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/snapshot/pin.rs
 -- pg_stint::snapshot::pin::pin
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -1396,14 +2142,32 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/queue/advice.rs
+-- pg_stint::queue::advice::prediction_advice
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/queue/promote.rs
 -- pg_stint::queue::promote::promote
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/queue/purge.rs
+-- pg_stint::queue::purge::purge_queue
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/queue/release.rs
 -- pg_stint::queue::release::release
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/reprioritize.rs
+-- pg_stint::queue::reprioritize::reprioritize
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -1416,6 +2180,36 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* <begin connected objects> */
 -- src/queue/lines.rs
 -- pg_stint::queue::lines::rescan
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/alter.rs
+-- pg_stint::queue::alter::resume_queue
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/schedule.rs
+-- pg_stint::queue::schedule::resume_schedule
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/retry.rs
+-- pg_stint::queue::retry::retry
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/retry.rs
+-- pg_stint::queue::retry::retry_failed
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/snooze.rs
+-- pg_stint::queue::snooze::snooze
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
