@@ -1,7 +1,7 @@
 -- The queue's tables. The hot ones have no CHECK constraints: PostgreSQL reads a constraint's expression anew at every statement; stint.check() knows the rules.
 --
--- A task's facts never change; its place does: a live task has one row in exactly one of place_ready, place_scheduled and place_running,
--- and moving it is a delete and an insert of a narrow row. A finished task has one row in task_outcomes, and each attempt leaves one in task_attempts when it
+-- A task's facts never change; its place does: a live task has one row in exactly one of place_ready, place_scheduled, place_blocked (15_flow_tables.sql)
+-- and place_running, and moving it is a delete and an insert of a narrow row. A finished task has one row in task_outcomes, and each attempt leaves one in task_attempts when it
 -- ends. Nobody but the verbs writes here; users read the views of 20_queue_views.sql.
 
 CREATE TABLE stint.queue_config (
@@ -19,6 +19,7 @@ CREATE TABLE stint.queue_config (
     notify          boolean NOT NULL,
     max_run_time    interval,
     paused          boolean NOT NULL,
+    strict_groups   boolean NOT NULL,
     comment         text,
     created_at      timestamptz NOT NULL DEFAULT clock_timestamp()
 );
@@ -57,6 +58,9 @@ CREATE TABLE stint.task_facts (
     max_run_time    interval,
     agent           text COLLATE "C",
     key             text COLLATE "C",
+    group_key       text COLLATE "C",
+    group_seq       bigint,
+    depends_on      uuid[],
     labels          jsonb,
     payload         jsonb NOT NULL,
     PRIMARY KEY (queue, id)
@@ -92,10 +96,12 @@ CREATE TABLE stint.place_scheduled (
     tokens          bigint,
     attempt         int NOT NULL,
     counted         int NOT NULL,
+    event           text COLLATE "C",
     PRIMARY KEY (queue, id)
 );
 CREATE INDEX place_scheduled_due ON stint.place_scheduled (run_at);
-COMMENT ON TABLE stint.place_scheduled IS 'Tasks that wait for a time: delayed ones and retries';
+CREATE INDEX place_scheduled_event ON stint.place_scheduled (event) WHERE event IS NOT NULL;
+COMMENT ON TABLE stint.place_scheduled IS 'Tasks that wait for a time: delayed ones, retries, and those that await an event until then';
 
 -- extended_until is in no index, so that a heartbeat is a heap-only update; the sweep finds the row by expires_at and looks at both.
 CREATE TABLE stint.place_running (

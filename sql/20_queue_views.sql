@@ -2,7 +2,7 @@
 
 CREATE VIEW stint.queues AS
 SELECT q.queue, q.lease_for, q.max_attempts, q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
-       q.budgets, q.key_retention, q.late_result, q.notify, q.max_run_time, q.paused, q.comment, q.created_at
+       q.budgets, q.key_retention, q.late_result, q.notify, q.max_run_time, q.paused, q.strict_groups, q.comment, q.created_at
 FROM stint.queue_config q;
 COMMENT ON VIEW stint.queues IS 'Queues and their settings';
 
@@ -12,7 +12,7 @@ SELECT f.queue, f.id,
        p.why,
        coalesce(p.priority, f.priority) AS priority, f.agent, f.tokens, p.attempt, p.worker,
        f.enqueued_at, p.run_at, p.started_at, p.expires_at, p.finished_at,
-       f.key, f.labels, p.progress
+       f.key, f.group_key, f.depends_on, f.labels, p.progress
 FROM stint.task_facts f
 CROSS JOIN LATERAL (
     SELECT 'ready' AS status,
@@ -20,10 +20,20 @@ CROSS JOIN LATERAL (
            NULL::timestamptz AS started_at, NULL::timestamptz AS expires_at, NULL::timestamptz AS finished_at, NULL::jsonb AS progress
     FROM stint.place_ready w WHERE w.queue = f.queue AND w.id = f.id
     UNION ALL
-    SELECT 'scheduled', CASE WHEN s.attempt = 0 THEN 'delayed'
+    SELECT 'scheduled', CASE WHEN s.event IS NOT NULL THEN 'awaits event "' || s.event || '"'
+                                WHEN s.attempt = 0 THEN 'delayed'
                                 WHEN (SELECT a.ended FROM stint.task_attempts a WHERE a.queue = s.queue AND a.id = s.id AND a.attempt = s.attempt) = 'snoozed'
                                 THEN 'snoozed' ELSE 'retry' END, s.priority, s.attempt, NULL, s.run_at, NULL, NULL, NULL, NULL
     FROM stint.place_scheduled s WHERE s.queue = f.queue AND s.id = f.id
+    UNION ALL
+    SELECT 'blocked', concat_ws('; ', d.why, 'waits for its turn in group "' || b.group_key || '"'), b.priority, b.attempt, NULL, b.run_at, NULL, NULL, NULL, NULL
+    FROM stint.place_blocked b
+    CROSS JOIN LATERAL (
+        SELECT 'waits for task ' || min(x.on_id::text) || CASE WHEN count(*) > 100 THEN ' and at least 100 more'
+                                                                WHEN count(*) > 1 THEN ' and ' || count(*) - 1 || ' more' ELSE '' END AS why
+        FROM (SELECT t.on_id FROM stint.task_dependencies t WHERE t.queue = b.queue AND t.id = b.id LIMIT 101) x
+    ) d
+    WHERE b.queue = f.queue AND b.id = f.id
     UNION ALL
     SELECT 'running', CASE WHEN r.cancel_requested THEN 'cancel requested' END, r.priority, r.attempt, r.worker, NULL, r.started_at,
            coalesce(r.extended_until, r.expires_at), NULL, r.progress
@@ -33,7 +43,7 @@ CROSS JOIN LATERAL (
     FROM stint.task_outcomes o WHERE o.queue = f.queue AND o.id = f.id
 ) p;
 COMMENT ON VIEW stint.tasks IS
-'Every task with its status: scheduled, ready, running, completed, failed or cancelled, and why. priority: as stint.reprioritize left it, while the task lives.
+'Every task with its status: scheduled, blocked, ready, running, completed, failed or cancelled, and why. priority: as stint.reprioritize left it, while the task lives.
 Find tasks by label with labels @> ''{"customer": 7}'': with a queue and a time or status beside it, since no index is kept on labels. Payloads are in stint.task_payloads';
 
 CREATE VIEW stint.task_payloads AS
@@ -57,11 +67,12 @@ SELECT a.queue, a.id, a.attempt, a.ended, a.worker, f.agent, a.started_at, a.end
 FROM stint.task_attempts a
 JOIN stint.task_facts f ON f.queue = a.queue AND f.id = a.id
 LEFT JOIN stint.usage_late u ON u.queue = a.queue AND u.id = a.id AND u.attempt = a.attempt AND u.key = 'callback';
-COMMENT ON VIEW stint.attempts IS 'Every ended attempt: how it ended (completed, failed, cancelled, released, snoozed, lapsed), its run and trace id, tokens and cost, usage that came late included';
+COMMENT ON VIEW stint.attempts IS 'Every ended attempt: how it ended (completed, failed, cancelled, released, snoozed, awaiting, lapsed), its run and trace id, tokens and cost, usage that came late included';
 
 CREATE VIEW stint.queue_stats AS
 SELECT q.queue, q.paused,
        (SELECT count(*) FROM stint.place_scheduled s WHERE s.queue = q.queue) AS scheduled,
+       (SELECT count(*) FROM stint.place_blocked b WHERE b.queue = q.queue) AS blocked,
        (SELECT count(*) FROM stint.place_ready w WHERE w.queue = q.queue) AS ready,
        (SELECT count(*) FROM stint.place_running r WHERE r.queue = q.queue) AS running,
        coalesce(o.completed, 0) AS completed, coalesce(o.failed, 0) AS failed, coalesce(o.cancelled, 0) AS cancelled,

@@ -14,12 +14,13 @@ CREATE FUNCTION stint.create_queue(
     notify boolean DEFAULT true,
     comment text DEFAULT NULL,
     max_run_time interval DEFAULT NULL,
-    paused boolean DEFAULT false
+    paused boolean DEFAULT false,
+    strict_groups boolean DEFAULT false
 ) RETURNS void
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'create_queue_wrapper';
-REVOKE ALL ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text, interval, boolean) FROM PUBLIC;
-COMMENT ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text, interval, boolean) IS
+REVOKE ALL ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text, interval, boolean, boolean) FROM PUBLIC;
+COMMENT ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text, interval, boolean, boolean) IS
 'Makes a queue.
 lease_for: how long a claim holds a task unless the task or the claim says otherwise; longer than the worker''s worst pause.
 max_attempts: attempts that may fail or lapse before the task fails.
@@ -29,6 +30,8 @@ key_retention: how long an idempotency key is kept at least; never shorter than 
 late_result: ''accept'' takes the result of a lapsed lease while nobody else has the task; ''reject'' does not.
 notify: whether changes ring the channel stint_queue (a coalesced doorbell sent by the maintenance worker, never by your transaction).
 max_run_time: the longest an attempt may run: no heartbeat keeps its lease longer, so the sweep takes it back (the attempt counts). paused: whether claims find nothing for now.
+strict_groups: of the tasks with one group_key at most one runs at a time, and they run in the order of enqueueing whatever their priority; one that is scheduled,
+backs off, waits for other tasks or awaits an event holds up those behind it. Without it group_key is a label.
 Errors: 42710 the queue exists; 42704 unknown budget; 22023 a value out of its bounds.';
 
 CREATE FUNCTION stint.create_budget(
@@ -56,6 +59,9 @@ CREATE FUNCTION stint.enqueue(
     agent text DEFAULT NULL,
     tokens bigint DEFAULT NULL,
     budgets text[] DEFAULT NULL,
+    group_key text DEFAULT NULL,
+    depends_on uuid[] DEFAULT NULL,
+    on_dependency_failure text DEFAULT 'fail',
     max_attempts int DEFAULT NULL,
     lease_for interval DEFAULT NULL,
     labels jsonb DEFAULT NULL,
@@ -63,15 +69,18 @@ CREATE FUNCTION stint.enqueue(
 ) RETURNS uuid
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'enqueue_wrapper';
-REVOKE ALL ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], int, interval, jsonb, interval) FROM PUBLIC;
-COMMENT ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], int, interval, jsonb, interval) IS
+REVOKE ALL ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], text, uuid[], text, int, interval, jsonb, interval) FROM PUBLIC;
+COMMENT ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], text, uuid[], text, int, interval, jsonb, interval) IS
 'Adds a task to a queue and returns its id, a UUIDv7. The payload reaches the worker byte for byte as jsonb keeps it.
 priority: higher is claimed sooner. run_at or delay: not before that instant, or that long from now.
 key: at most one task for each queue and key while the key is kept; a repeat returns the id of the first and changes nothing.
 agent: who the work is for, for accounting. tokens: predicted tokens, reserved of every budget while the task runs.
 budgets: budgets it draws on beside its queue''s. max_attempts, lease_for, max_run_time: in place of the queue''s. labels: anything you want to find it by.
-Waits for: another transaction that holds the same key. Sends no NOTIFY.
-Errors: 42704 unknown queue or budget; 54000 over a limit, or a prediction above a budget''s capacity; 22023 a value out of its bounds.';
+group_key: what the task belongs with; in a queue with strict_groups it runs after those of the same key that were enqueued before.
+depends_on: tasks of the same queue that must end first; until then it is blocked. Only tasks that exist can be named, so there are no cycles.
+on_dependency_failure: what becomes of it at once when one of them fails or is cancelled: ''fail'', ''cancel'', or ''run'' it all the same once all have ended.
+Waits for: another transaction that holds the same key, enqueues the first task of the same strict group, or moves a task named in depends_on. Sends no NOTIFY.
+Errors: 42704 unknown queue or budget; P0002 depends_on names a task that the queue does not have; 54000 over a limit, or a prediction above a budget''s capacity; 22023 a value out of its bounds.';
 
 CREATE FUNCTION stint.enqueue_many(
     queue text,
@@ -200,7 +209,7 @@ LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'cancel_wrapper';
 REVOKE ALL ON FUNCTION stint.cancel(text, uuid, text) FROM PUBLIC;
 COMMENT ON FUNCTION stint.cancel(text, uuid, text) IS
-'Cancels a task. outcome: ''cancelled'' (it was waiting); ''cancel_requested'' (it runs: its worker learns of it from stint.extend, and it is not retried; a completion
+'Cancels a task. Tasks that depend on it fail, are cancelled or run as their on_dependency_failure says. outcome: ''cancelled'' (it was waiting); ''cancel_requested'' (it runs: its worker learns of it from stint.extend, and it is not retried; a completion
 that comes first still counts); ''already_finished'', status says how. Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
 
 CREATE FUNCTION stint.sweep(

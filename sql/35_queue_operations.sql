@@ -48,9 +48,10 @@ LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'purge_queue_wrapper';
 REVOKE ALL ON FUNCTION stint.purge_queue FROM PUBLIC;
 COMMENT ON FUNCTION stint.purge_queue IS
-'Cancels waiting tasks (ready and scheduled ones): each gets the outcome ''cancelled'' with reason as its error, and keeps its history. Returns how many.
+'Cancels waiting tasks (ready, scheduled and blocked ones): each gets the outcome ''cancelled'' with reason as its error, and keeps its history. Returns how many.
 max: at most so many in this transaction; call it until it returns 0 to keep transactions short. Without it, all of them. Running and finished tasks stay as they are.
-Rows that another session holds are left out. Pause the queue first if nothing more shall be claimed. Errors: 42704 unknown queue.';
+Rows that another session holds are left out. Pause the queue first if nothing more shall be claimed.
+Waits for: enqueues that depend on blocked tasks or join their strict groups. What depends on a cancelled task ends as its on_dependency_failure says, uncounted. Errors: 42704 unknown queue.';
 
 CREATE FUNCTION stint.drop_queue(
     queue text,
@@ -126,9 +127,10 @@ AS 'MODULE_PATHNAME', 'retry_wrapper';
 REVOKE ALL ON FUNCTION stint.retry FROM PUBLIC;
 COMMENT ON FUNCTION stint.retry IS
 'Makes a failed or cancelled task live again: ready at the end of its line with the priority it was enqueued with. Its attempts stay and count no more, so it has
-max_attempts again; the outcome it had moves to stint.task_retries. A key it had is taken again.
+max_attempts again; the outcome it had moves to stint.task_retries. A key it had is taken again. What depended on it has ended, or waits
+for it if a sweep ended it a moment ago. It waits for none of the tasks it depended on.
 outcome: ''retried''; ''already_completed''; ''not_finished'', status says where it is; ''key_taken'': another task got its key meanwhile, nothing was changed.
-Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
+Use in FROM. Errors: P0002 unknown task; 42704 unknown queue; 0A000 the task was in a strict group, whose turn has passed: enqueue the work again.';
 
 CREATE FUNCTION stint.retry_failed(
     queue text,
@@ -141,7 +143,7 @@ AS 'MODULE_PATHNAME', 'retry_failed_wrapper';
 REVOKE ALL ON FUNCTION stint.retry_failed FROM PUBLIC;
 COMMENT ON FUNCTION stint.retry_failed IS
 'Retries at most max failed tasks as stint.retry does, in the order they were enqueued, and returns how many; call it until it returns 0. Cancelled tasks stay.
-since: only those that failed at or after that instant. agent: only those for that agent. Tasks whose key another task got are left out, as are rows that another session holds.
+since: only those that failed at or after that instant. agent: only those for that agent. Tasks of strict groups, and those whose key another task got, are left out, as are rows that another session holds.
 Errors: 42704 unknown queue; 54000 max above stint.max_batch.';
 
 CREATE FUNCTION stint.reprioritize(

@@ -6,6 +6,7 @@ AS $$
     WITH places AS (
         SELECT w.queue, w.id, 'ready' AS place, w.lane, w.attempt, w.counted FROM stint.place_ready w
         UNION ALL SELECT s.queue, s.id, 'scheduled', s.lane, s.attempt, s.counted FROM stint.place_scheduled s
+        UNION ALL SELECT b.queue, b.id, 'blocked', b.lane, b.attempt, b.counted FROM stint.place_blocked b
         UNION ALL SELECT r.queue, r.id, 'running', r.lane, r.attempt - 1, r.counted FROM stint.place_running r
     ), ended AS (
         SELECT a.queue, a.id, count(*) AS attempts, max(a.attempt) AS last,
@@ -28,6 +29,7 @@ AS $$
           UNION ALL SELECT o.queue, o.id, 'outcome' FROM stint.task_outcomes o
           UNION ALL SELECT e.queue, e.id, 'attempts' FROM ended e
           UNION ALL SELECT k.queue, k.id, 'key ' || k.key FROM stint.task_keys k
+          UNION ALL SELECT c.queue, c.id, 'checkpoint ' || c.step FROM stint.task_checkpoints c
           UNION ALL SELECT u.queue, u.id, 'late usage' FROM stint.usage_late u
           UNION ALL SELECT t.queue, t.id, 'retry ' || t.retry FROM stint.task_retries t) x
     WHERE NOT EXISTS (SELECT FROM stint.task_facts f WHERE f.queue = x.queue AND f.id = x.id)
@@ -55,7 +57,7 @@ AS $$
     FROM (SELECT o.queue, o.id, o.outcome AS word FROM stint.task_outcomes o WHERE o.outcome NOT IN ('completed', 'failed', 'cancelled')
           UNION ALL
           SELECT a.queue, a.id, a.ended FROM stint.task_attempts a
-          WHERE a.ended NOT IN ('completed', 'failed', 'cancelled', 'released', 'snoozed', 'lapsed')) x
+          WHERE a.ended NOT IN ('completed', 'failed', 'cancelled', 'released', 'snoozed', 'awaiting', 'lapsed')) x
     UNION ALL
     SELECT 'a ready row names the agent of its task', w.queue, w.id, coalesce(w.agent, 'none') || ' in place of ' || coalesce(f.agent, 'none')
     FROM stint.place_ready w JOIN stint.task_facts f ON f.queue = w.queue AND f.id = w.id
@@ -63,6 +65,35 @@ AS $$
     UNION ALL
     SELECT 'a lease ends by the deadline of its attempt', r.queue, r.id, coalesce(r.extended_until, r.expires_at) || ' is after ' || r.deadline
     FROM stint.place_running r WHERE coalesce(r.extended_until, r.expires_at) > r.deadline
+    UNION ALL
+    SELECT 'a blocked task waits for something', b.queue, b.id, 'for no task and no turn'
+    FROM stint.place_blocked b
+    WHERE b.group_key IS NULL AND NOT EXISTS (SELECT FROM stint.task_dependencies d WHERE d.queue = b.queue AND d.id = b.id)
+    UNION ALL
+    SELECT 'a dependency is of a blocked task on a live one', d.queue, d.id, 'on ' || d.on_id
+    FROM stint.task_dependencies d
+    WHERE NOT EXISTS (SELECT FROM stint.place_blocked b WHERE b.queue = d.queue AND b.id = d.id)
+          OR NOT EXISTS (SELECT FROM places p WHERE p.queue = d.queue AND p.id = d.on_id
+                         UNION ALL SELECT FROM stint.follow_ups u WHERE u.queue = d.queue AND u.id = d.on_id)
+          OR d.on_failure NOT IN ('fail', 'cancel', 'run')
+    UNION ALL
+    SELECT 'one task of each strict group has its turn', g.queue, NULL, 'group "' || g.group_key || '": ' || g.turns || ' have'
+    FROM (SELECT coalesce(t.queue, m.queue) AS queue, coalesce(t.group_key, m.group_key) AS group_key, coalesce(m.turns, 0) AS turns,
+                 t.queue IS NOT NULL AS known
+          FROM stint.group_turns t
+          FULL JOIN (SELECT f.queue, f.group_key, count(*) FILTER (WHERE b.group_key IS NULL) AS turns
+                     FROM stint.task_facts f
+                     JOIN stint.queue_config q ON q.queue = f.queue AND q.strict_groups
+                     JOIN places p ON p.queue = f.queue AND p.id = f.id
+                     LEFT JOIN stint.place_blocked b ON b.queue = f.queue AND b.id = f.id
+                     WHERE f.group_key IS NOT NULL
+                     GROUP BY f.queue, f.group_key) m ON m.queue = t.queue AND m.group_key = t.group_key) g
+    WHERE (g.turns <> 1 OR NOT g.known)
+      AND NOT EXISTS (SELECT FROM stint.follow_ups u JOIN stint.task_facts f ON f.queue = u.queue AND f.id = u.id
+                      WHERE u.queue = g.queue AND f.group_key = g.group_key)
+    UNION ALL
+    SELECT 'nobody awaits an event that was emitted', s.queue, s.id, 'event "' || s.event || '"'
+    FROM stint.place_scheduled s JOIN stint.events e ON e.event = s.event AND e.emitted_at IS NOT NULL
     UNION ALL
     SELECT 'no lease is granted twice', r.queue, r.id, 'running under the lease of attempt ' || a.attempt
     FROM stint.place_running r JOIN stint.task_attempts a ON a.queue = r.queue AND a.id = r.id AND a.lease = r.lease

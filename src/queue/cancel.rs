@@ -1,6 +1,7 @@
 //! `stint.cancel`: a waiting task ends at once; a running one is asked to, and its worker learns of it from `extend`.
 
 use super::config;
+use super::flow::leave;
 use super::late;
 use super::store::{self, Outcome};
 use crate::spi::{self, Statement, arg};
@@ -13,6 +14,9 @@ static FROM_READY: Statement =
 
 static FROM_SCHEDULED: Statement =
     Statement::new(c"delete from stint.place_scheduled s where s.queue = $1 and s.id = $2 returning s.attempt", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
+
+static BLOCKED: Statement =
+    Statement::new(c"select from stint.place_blocked b where b.queue = $1 and b.id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
 
 static ASK: Statement = Statement::new(
     c"update stint.place_running r set cancel_requested = true, reason = coalesce($3, r.reason) where r.queue = $1 and r.id = $2",
@@ -47,6 +51,11 @@ fn cancel(
             let mut waited = session.run(&FROM_READY, &key);
             if waited.is_empty() {
                 waited = session.run(&FROM_SCHEDULED, &key);
+            }
+            if waited.is_empty() && !session.run(&BLOCKED, &key).is_empty() {
+                let outcome = leave::cancel_blocked(session, name, &queue, id, reason, now)?;
+                store::announce(&queue, 0);
+                return Some((outcome, outcome.to_string()));
             }
             if !waited.is_empty() {
                 let outcome = Outcome { outcome: "cancelled", attempt: waited.must(0, 1), lease: None, error: reason, result: None };

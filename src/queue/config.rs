@@ -23,6 +23,7 @@ static QUEUE: Statement = Statement::new(
              (extract(epoch from q.key_retention) * 1e6)::bigint,
              q.late_result = 'accept',
              q.notify,
+             q.strict_groups,
              array(select b.number from stint.budget_config b where b.budget = any (q.budgets) order by b.number),
              (extract(epoch from q.max_run_time) * 1e6)::bigint,
              q.paused
@@ -86,6 +87,8 @@ pub struct Queue {
     pub paused: bool,
     /// The configuration's generation before this was read; 0 where it was not read to be kept.
     generation: u64,
+    /// Whether at most one task of a group may run.
+    pub strict_groups: bool,
     /// The numbers of the queue's own budgets.
     pub own_budgets: Vec<i32>,
     /// Every budget that some lane draws on, by number.
@@ -156,7 +159,7 @@ fn read(session: &Session, name: &str, generation: u64) -> Option<Queue> {
     if row.is_empty() {
         return None;
     }
-    let own_budgets: Vec<i32> = row.must(0, 11);
+    let own_budgets: Vec<i32> = row.must(0, 12);
     let lanes = session.run(&LANES, &[arg(name)]);
     let lane_budgets: Vec<(i32, Vec<i32>)> = (0..lanes.len()).map(|at| (lanes.must(at, 1), lanes.must(at, 2))).collect();
     let mut numbers: Vec<i32> = own_budgets.iter().chain(lane_budgets.iter().flat_map(|(_, own)| own)).copied().collect();
@@ -178,8 +181,9 @@ fn read(session: &Session, name: &str, generation: u64) -> Option<Queue> {
         key_retention: row.must(0, 8),
         late_accepted: row.must(0, 9),
         notify: row.must(0, 10),
-        max_run_time: row.get(0, 12),
-        paused: row.must(0, 13),
+        strict_groups: row.must(0, 11),
+        max_run_time: row.get(0, 13),
+        paused: row.must(0, 14),
         generation,
         own_budgets,
         budgets,

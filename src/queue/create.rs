@@ -10,10 +10,10 @@ use pgrx::prelude::*;
 static INSERT: Statement = Statement::new(
     c"insert into stint.queue_config
              (queue, lease_for, max_attempts, backoff_base, backoff_factor, backoff_max, backoff_jitter, budgets, key_retention, late_result, notify,
-              max_run_time, paused, comment)
-      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)
+              max_run_time, paused, comment, strict_groups)
+      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15)
       on conflict (queue) do nothing",
-    &SETTING_TYPES,
+    &INSERT_TYPES,
 );
 
 static FIRST_LANE: Statement = Statement::new(c"insert into stint.lanes (queue, budgets) values ($1, '{}')", &[pg_sys::TEXTOID]);
@@ -35,6 +35,17 @@ pub const SETTING_TYPES: [pg_sys::Oid; 14] = [
     pg_sys::BOOLOID,
     pg_sys::TEXTOID,
 ];
+
+/// The same and whether groups are strict, which never changes.
+const INSERT_TYPES: [pg_sys::Oid; 15] = {
+    let mut types = [pg_sys::BOOLOID; 15];
+    let mut at = 0;
+    while at < SETTING_TYPES.len() {
+        types[at] = SETTING_TYPES[at];
+        at += 1;
+    }
+    types
+};
 
 /// A queue's settings as given.
 pub struct Settings<'a> {
@@ -142,6 +153,7 @@ fn create_queue(
     comment: Option<&str>,
     max_run_time: Option<RawInterval>,
     paused: Option<bool>,
+    strict_groups: Option<bool>,
 ) {
     shmem::required();
     let settings = Settings {
@@ -164,11 +176,13 @@ fn create_queue(
     if let Some(longest) = max_run_time {
         input::run_time("max_run_time", longest);
     }
+    let strict_groups = input::given("strict_groups", strict_groups);
     let queue = settings.queue;
 
     let _owner = spi::Identity::owner();
     spi::connect(|session| {
-        if session.run(&INSERT, &settings.params(session)).is_empty() {
+        let params: Vec<Param> = settings.params(session).into_iter().chain([arg(strict_groups)]).collect();
+        if session.run(&INSERT, &params).is_empty() {
             errors::exists("queue", queue, "Use another name, or the queue that is there: the view stint.queues shows its settings.");
         }
         session.run(&FIRST_LANE, &[arg(queue)]);

@@ -1,6 +1,6 @@
 //! `stint.drop_queue`: removes a queue and everything of it.
 //!
-//! What finished tasks left is removed first, while everybody works on. The rest needs that nobody is about to add to the queue: SHARE ROW EXCLUSIVE on the tables
+//! What finished tasks left is removed first, while everybody works on. The rest needs that nobody is about to add to the queue: EXCLUSIVE on the tables
 //! through which tasks come and move, waited for on one table at a time while none of the others is held, so that no ring of waits can form with transactions that use
 //! several. Whoever read the queue before and writes after finds the configuration's generation moved (`config::still_stands`).
 
@@ -23,7 +23,12 @@ static HOLDS: Statement = Statement::new(
 );
 
 /// What finished tasks left. The outcomes go last: they tell which those are.
-static FINISHED: [Statement; 5] = [
+static FINISHED: [Statement; 6] = [
+    Statement::new(
+        c"delete from stint.task_checkpoints c
+          where c.queue = $1 and exists (select from stint.task_outcomes o where o.queue = c.queue and o.id = c.id)",
+        &[pg_sys::TEXTOID],
+    ),
     Statement::new(
         c"delete from stint.usage_late u
           where u.queue = $1 and exists (select from stint.task_outcomes o where o.queue = u.queue and o.id = u.id)",
@@ -51,9 +56,14 @@ static RUNNING: Statement =
     Statement::new(c"delete from stint.place_running r where r.queue = $1 returning r.budgets, r.reserved", &[pg_sys::TEXTOID]);
 
 /// Everything else, once nobody else writes.
-static REST: [Statement; 9] = [
+static REST: [Statement; 14] = [
     Statement::new(c"delete from stint.place_ready w where w.queue = $1", &[pg_sys::TEXTOID]),
     Statement::new(c"delete from stint.place_scheduled s where s.queue = $1", &[pg_sys::TEXTOID]),
+    Statement::new(c"delete from stint.place_blocked b where b.queue = $1", &[pg_sys::TEXTOID]),
+    Statement::new(c"delete from stint.task_dependencies d where d.queue = $1", &[pg_sys::TEXTOID]),
+    Statement::new(c"delete from stint.group_turns g where g.queue = $1", &[pg_sys::TEXTOID]),
+    Statement::new(c"delete from stint.follow_ups u where u.queue = $1", &[pg_sys::TEXTOID]),
+    Statement::new(c"delete from stint.task_checkpoints c where c.queue = $1", &[pg_sys::TEXTOID]),
     Statement::new(c"delete from stint.task_keys k where k.queue = $1", &[pg_sys::TEXTOID]),
     Statement::new(c"delete from stint.usage_late u where u.queue = $1", &[pg_sys::TEXTOID]),
     Statement::new(c"delete from stint.task_attempts a where a.queue = $1", &[pg_sys::TEXTOID]),
@@ -65,12 +75,13 @@ static REST: [Statement; 9] = [
 
 static LANES: Statement = Statement::new(c"delete from stint.lanes l where l.queue = $1 returning l.lane", &[pg_sys::TEXTOID]);
 
-/// Every verb that makes, moves or retries a task writes to one of these first.
-const LIVE: [&std::ffi::CStr; 5] = [c"task_facts", c"task_outcomes", c"place_ready", c"place_scheduled", c"place_running"];
+/// Every verb that makes, moves or retries a task writes to one of these first, or locks rows of one.
+const LIVE: [&std::ffi::CStr; 8] =
+    [c"task_facts", c"task_outcomes", c"place_ready", c"place_scheduled", c"place_running", c"place_blocked", c"group_turns", c"follow_ups"];
 
-/// Locks the tables of live tasks against writers until the transaction ends.
+/// Locks the tables of live tasks against writers and those who lock rows until the transaction ends.
 fn keep_writers_out() {
-    let mode = pg_sys::ShareRowExclusiveLock as i32;
+    let mode = pg_sys::ExclusiveLock as i32;
     let tables = LIVE.map(|name| {
         // SAFETY: a system cache look-up.
         unsafe { pg_sys::get_relname_relid(name.as_ptr(), pg_sys::Oid::from(Instance::here().schema)) }

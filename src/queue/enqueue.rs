@@ -1,7 +1,8 @@
 //! `stint.enqueue`: one task. What it shares with `enqueue_many` is [`Request`], which checks a task, and [`store`], which writes it.
 
 use super::config::{self, Queue};
-use super::store::{self, Ticket};
+use super::flow::enter::{self, Gate, OnFailure};
+use super::store::{self, Outcome, Ticket};
 use crate::errors::Fault;
 use crate::spi::{self, Session, Statement, arg};
 use crate::values::{Instant, RawInterval, RawJsonb};
@@ -9,8 +10,9 @@ use crate::{errors, guc, input, shmem};
 use pgrx::prelude::*;
 
 static FACTS: Statement = Statement::new(
-    c"insert into stint.task_facts (queue, id, lane, priority, max_attempts, tokens, enqueued_at, run_at, lease_for, agent, key, labels, payload, max_run_time)
-      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)",
+    c"insert into stint.task_facts (queue, id, lane, priority, max_attempts, tokens, enqueued_at, run_at, lease_for, agent, key, group_key, group_seq,
+              depends_on, labels, payload, max_run_time)
+      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17)",
     &[
         pg_sys::TEXTOID,
         pg_sys::UUIDOID,
@@ -23,6 +25,9 @@ static FACTS: Statement = Statement::new(
         pg_sys::INTERVALOID,
         pg_sys::TEXTOID,
         pg_sys::TEXTOID,
+        pg_sys::TEXTOID,
+        pg_sys::INT8OID,
+        pg_sys::UUIDARRAYOID,
         pg_sys::JSONBOID,
         pg_sys::JSONBOID,
         pg_sys::INTERVALOID,
@@ -47,6 +52,12 @@ pub struct Request {
     pub tokens: Option<i64>,
     /// Budgets it draws on beside the queue's, as their numbers.
     pub budgets: Vec<i32>,
+    /// What it belongs with.
+    pub group_key: Option<String>,
+    /// Tasks that must end first, sorted.
+    pub depends_on: Vec<pgrx::Uuid>,
+    /// What becomes of it when one of them does not complete.
+    pub on_dependency_failure: OnFailure,
     /// Attempts it may use up, where not the queue's.
     pub max_attempts: Option<i32>,
     /// Its lease, where not the queue's.
@@ -63,6 +74,7 @@ impl Request {
         input::json("payload", Some(self.payload));
         input::json("labels", self.labels);
         input::reference("key", self.key.as_deref());
+        input::reference("group_key", self.group_key.as_deref());
         input::optional_name("agent", self.agent.as_deref());
         input::tokens("tokens", self.tokens);
         if let Some(attempts) = self.max_attempts {
@@ -120,10 +132,12 @@ pub fn check_capacity(session: &Session, queue: &Queue, request: &Request) {
 }
 
 /// Writes one checked task that is new. Returns whether it is claimable at once.
-pub fn store(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, request: &Request, now: Instant) -> bool {
+pub fn store(session: &Session, name: &str, queue: &Queue, gate: &mut Gate, id: pgrx::Uuid, request: &Request, now: Instant) -> bool {
     check_capacity(session, queue, request);
     let due = request.due(now);
     let lane = config::lane_for(session, name, queue, &request.budgets);
+    let group_seq = request.group_key.as_ref().filter(|_| queue.strict_groups).map(|_| store::next_seq());
+    let depends_on = (!request.depends_on.is_empty()).then(|| request.depends_on.clone());
     session.run(
         &FACTS,
         &[
@@ -138,6 +152,9 @@ pub fn store(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, reque
             arg(request.lease_for),
             arg(request.agent.as_deref()),
             arg(request.key.as_deref()),
+            arg(request.group_key.as_deref()),
+            arg(group_seq),
+            arg(depends_on),
             arg(request.labels),
             arg(request.payload),
             arg(request.max_run_time),
@@ -145,6 +162,17 @@ pub fn store(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, reque
     );
     config::still_stands(session, name, queue);
     let ticket = Ticket { id, lane, priority: request.priority, tokens: request.tokens, attempt: 0, counted: 0 };
+    if let Some((outcome, error)) = gate.doom(request) {
+        store::write_outcome(session, name, id, now, &Outcome { outcome, attempt: 0, lease: None, error: Some(&error), result: None });
+        return false;
+    }
+    let open = gate.open(request);
+    let behind = request.group_key.as_deref().zip(group_seq).filter(|(key, _)| !gate.take_turn(key));
+    if !open.is_empty() || behind.is_some() {
+        store::to_blocked(session, name, &ticket, due, behind);
+        enter::depend(session, name, id, open, request.on_dependency_failure);
+        return false;
+    }
     match due {
         Some(due) => store::to_scheduled(session, name, &ticket, due),
         None => store::to_ready(session, name, &ticket),
@@ -164,6 +192,9 @@ fn enqueue(
     agent: Option<&str>,
     tokens: Option<i64>,
     budgets: Option<Vec<Option<String>>>,
+    group_key: Option<&str>,
+    depends_on: Option<Vec<Option<pgrx::Uuid>>>,
+    on_dependency_failure: Option<&str>,
     max_attempts: Option<i32>,
     lease_for: Option<RawInterval>,
     labels: Option<RawJsonb>,
@@ -180,6 +211,9 @@ fn enqueue(
         agent: agent.map(str::to_string),
         tokens,
         budgets: Vec::new(),
+        group_key: group_key.map(str::to_string),
+        depends_on: enter::ids(depends_on),
+        on_dependency_failure: OnFailure::argument(input::given("on_dependency_failure", on_dependency_failure)),
         max_attempts,
         lease_for,
         labels,
@@ -210,7 +244,9 @@ pub fn add(
         held(earlier, &request);
         return (earlier, false);
     }
-    let ready = store(session, name, &queue, id, &request, now);
+    let mut gate = enter::hold(session, name, &queue, std::iter::once(&request));
+    let ready = store(session, name, &queue, &mut gate, id, &request, now);
+    gate.leave(session, name);
     store::announce(&queue, usize::from(ready));
     (id, true)
 }

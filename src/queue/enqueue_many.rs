@@ -1,6 +1,7 @@
 //! `stint.enqueue_many`: a batch of tasks, each element an object with `enqueue`'s arguments. All or none.
 
 use super::enqueue::{Request, store as store_task};
+use super::flow::enter::{self, OnFailure};
 use super::{config, keys, store};
 use crate::errors::Fault;
 use crate::spi::{self, Rows, Session, Statement, arg};
@@ -12,8 +13,23 @@ use std::ffi::CString;
 use std::panic::AssertUnwindSafe;
 
 /// The fields an element may have.
-const FIELDS: [&str; 12] =
-    ["payload", "priority", "run_at", "delay", "key", "agent", "tokens", "budgets", "max_attempts", "lease_for", "labels", "max_run_time"];
+const FIELDS: [&str; 15] = [
+    "payload",
+    "priority",
+    "run_at",
+    "delay",
+    "key",
+    "agent",
+    "tokens",
+    "budgets",
+    "max_attempts",
+    "lease_for",
+    "labels",
+    "group_key",
+    "depends_on",
+    "on_dependency_failure",
+    "max_run_time",
+];
 
 /// The first element that is no task: its number, and its unknown field if that is what is wrong.
 static FAULTY: Statement = Statement::new(
@@ -22,11 +38,13 @@ static FAULTY: Statement = Statement::new(
                   then (select f.field from jsonb_object_keys(e.task) as f (field) where f.field <> all ($2) limit 1) end,
              case when jsonb_typeof(e.task) <> 'object' then 'is not an object but of type ' || jsonb_typeof(e.task)
                   when e.task -> 'payload' is null then 'has no field \"payload\"'
-                  when jsonb_typeof(e.task -> 'budgets') not in ('array', 'null') then 'has a field \"budgets\" that is not an array' end
+                  when jsonb_typeof(e.task -> 'budgets') not in ('array', 'null') then 'has a field \"budgets\" that is not an array'
+                  when jsonb_typeof(e.task -> 'depends_on') not in ('array', 'null') then 'has a field \"depends_on\" that is not an array' end
       from jsonb_array_elements($1) with ordinality as e (task, at)
       where case when jsonb_typeof(e.task) <> 'object' then true
                  else e.task -> 'payload' is null
                       or jsonb_typeof(e.task -> 'budgets') not in ('array', 'null')
+                      or jsonb_typeof(e.task -> 'depends_on') not in ('array', 'null')
                       or exists (select from jsonb_object_keys(e.task) as f (field) where f.field <> all ($2)) end
       order by e.at
       limit 1",
@@ -46,6 +64,9 @@ static TASKS: Statement = Statement::new(
              e.task ->> 'max_attempts',
              e.task ->> 'lease_for',
              nullif(e.task -> 'labels', 'null'),
+             e.task ->> 'group_key',
+             case when jsonb_typeof(e.task -> 'depends_on') = 'array' then array(select jsonb_array_elements_text(e.task -> 'depends_on')) end,
+             e.task ->> 'on_dependency_failure',
              e.task ->> 'max_run_time'
       from jsonb_array_elements($1) with ordinality as e (task, at)
       order by e.at",
@@ -103,23 +124,35 @@ fn number<T: std::str::FromStr>(rows: &Rows, at: usize, column: usize) -> Option
     }
 }
 
+/// A text as the input function of its type reads it.
+fn read<T: FromDatum>(text: String, input: u32) -> Option<T> {
+    let text = CString::new(text).ok()?;
+    // SAFETY: an input function of a type whose values T takes; it reads the text and leaves it as it is.
+    unsafe {
+        let datum = pg_sys::OidInputFunctionCall(pg_sys::Oid::from(input), text.as_ptr().cast_mut(), pg_sys::InvalidOid, -1);
+        T::from_datum(datum, false)
+    }
+}
+
 /// Field `column` of element `at`, read by the input function of its type.
 fn value<T: FromDatum>(rows: &Rows, at: usize, column: usize, input: u32) -> Option<T> {
     let text: String = rows.get(at, column)?;
+    of_task(at, Some(FIELDS[column - 1]), || read(text, input))
+}
+
+/// The ids in field `column` of element `at`.
+fn ids(rows: &Rows, at: usize, column: usize) -> Vec<pgrx::Uuid> {
+    let Some(texts) = rows.get::<Vec<Option<String>>>(at, column) else { return Vec::new() };
     of_task(at, Some(FIELDS[column - 1]), || {
-        let text = CString::new(text).ok()?;
-        // SAFETY: an input function of a type whose values T takes; it reads the text and leaves it as it is.
-        unsafe {
-            let datum = pg_sys::OidInputFunctionCall(pg_sys::Oid::from(input), text.as_ptr().cast_mut(), pg_sys::InvalidOid, -1);
-            T::from_datum(datum, false)
-        }
+        enter::ids(Some(texts.into_iter().map(|text| text.and_then(|text| read(text, pg_sys::F_UUID_IN))).collect()))
     })
 }
 
 fn request(session: &Session, rows: &Rows, at: usize) -> Request {
     let numbers = (number(rows, at, 2), number(rows, at, 7), number(rows, at, 9));
     let (run_at, delay) = (value(rows, at, 3, pg_sys::F_TIMESTAMPTZ_IN), value(rows, at, 4, pg_sys::F_INTERVAL_IN));
-    let (lease_for, max_run_time) = (value(rows, at, 10, pg_sys::F_INTERVAL_IN), value(rows, at, 12, pg_sys::F_INTERVAL_IN));
+    let (lease_for, max_run_time) = (value(rows, at, 10, pg_sys::F_INTERVAL_IN), value(rows, at, 15, pg_sys::F_INTERVAL_IN));
+    let depends_on = ids(rows, at, 13);
     of_task(at, None, || {
         let budgets = input::names("budgets", rows.get(at, 8));
         let request = Request {
@@ -134,6 +167,9 @@ fn request(session: &Session, rows: &Rows, at: usize) -> Request {
             max_attempts: numbers.2,
             lease_for,
             labels: rows.get(at, 11),
+            group_key: rows.get(at, 12),
+            depends_on,
+            on_dependency_failure: rows.get::<String>(at, 14).map_or(OnFailure::Fail, |word| OnFailure::argument(&word)),
             max_run_time,
         };
         request.check();
@@ -167,12 +203,15 @@ fn enqueue_many(
                 stored[at] = (stored[at].0, earlier, false);
             }
         }
+        let made = requests.iter().zip(&stored).filter(|(_, (_, _, created))| *created).map(|(request, _)| request);
+        let mut gate = enter::hold(session, name, &queue, made);
         let mut ready = 0;
         for (at, (request, (_, id, created))) in requests.iter().zip(&stored).enumerate() {
             if *created {
-                ready += usize::from(of_task(at, None, || store_task(session, name, &queue, *id, request, now)));
+                ready += usize::from(of_task(at, None, || store_task(session, name, &queue, &mut gate, *id, request, now)));
             }
         }
+        gate.leave(session, name);
         if stored.iter().any(|(_, _, created)| *created) {
             store::announce(&queue, ready);
         }

@@ -1,6 +1,7 @@
 //! `stint.enqueue_once`: one task for a key, and the news whether this call made it.
 
 use super::enqueue::{self, Request};
+use super::flow::enter::OnFailure;
 use crate::errors::{self, Fault};
 use crate::spi::{self, Session, Statement, arg};
 use crate::values::{Instant, RawInterval, RawJsonb};
@@ -57,6 +58,9 @@ fn enqueue_once(
         agent: agent.map(str::to_string),
         tokens,
         budgets: Vec::new(),
+        group_key: None,
+        depends_on: Vec::new(),
+        on_dependency_failure: OnFailure::Fail,
         max_attempts,
         lease_for,
         labels,

@@ -18,10 +18,17 @@ static LOOK: Statement = Statement::new(
               from stint.task_attempts a
               where a.queue = f.queue and a.id = f.id
               order by a.attempt desc
-              limit 1)
+              limit 1),
+             s.event::text, b.attempt, b.group_key::text,
+             (select string_agg(x.on_id::text, ', ')
+              from (select d.on_id from stint.task_dependencies d where d.queue = b.queue and d.id = b.id order by d.spot limit 5) x),
+             (select count(*) from (select from stint.task_dependencies d where d.queue = b.queue and d.id = b.id limit 1000) x),
+             (select count(*)
+              from (select from stint.place_blocked a where a.queue = b.queue and a.group_key = b.group_key and a.group_seq < b.group_seq limit 1000) x)
       from stint.task_facts f
       left join stint.place_ready w on w.queue = f.queue and w.id = f.id
       left join stint.place_scheduled s on s.queue = f.queue and s.id = f.id
+      left join stint.place_blocked b on b.queue = f.queue and b.id = f.id
       left join stint.place_running r on r.queue = f.queue and r.id = f.id
       left join stint.task_outcomes o on o.queue = f.queue and o.id = f.id
       where f.queue = $1 and f.id = $2",
@@ -92,12 +99,33 @@ fn why_ready(session: &Session, name: &str, row: &Rows) -> String {
     if reasons.is_empty() { "ready: the next claim gets it".to_string() } else { format!("ready: {}", reasons.join("; ")) }
 }
 
+fn why_blocked(row: &Rows) -> String {
+    let tasks = row.get::<String>(0, 20).map(|ids| match row.get::<i64>(0, 21).unwrap_or(0) {
+        1 => format!("waits for task {ids} to end"),
+        few @ 2..=5 => format!("waits for {few} tasks to end: {ids}"),
+        1000.. => format!("waits for at least 1000 tasks to end, among them {ids}"),
+        many => format!("waits for {many} tasks to end, among them {ids}"),
+    });
+    let turn = row.get::<String>(0, 19).map(|key| {
+        // The one that has its turn is in another place.
+        let ahead = row.get::<i64>(0, 22).unwrap_or(0) + 1;
+        format!("waits for its turn in group \"{key}\", {}{ahead} before it", if ahead > 1000 { "at least " } else { "" })
+    });
+    format!("blocked: {}", tasks.into_iter().chain(turn).collect::<Vec<_>>().join("; "))
+}
+
 fn describe(session: &Session, name: &str, row: &Rows, now: Instant) -> Option<String> {
     if row.get::<i32>(0, 1).is_some() {
         return Some(why_ready(session, name, row));
     }
+    if row.get::<i32>(0, 18).is_some() {
+        return Some(why_blocked(row));
+    }
     if let Some(run_at) = row.get::<Instant>(0, 5) {
         let left = run_at.0.saturating_sub(now.0);
+        if let Some(event) = row.get::<String>(0, 17) {
+            return Some(format!("scheduled: awaits event \"{event}\", at most for another {}", seconds(left.max(0))));
+        }
         let when = if left > 0 { format!("due in {}", seconds(left)) } else { "due now, the maintenance worker moves it to ready".to_string() };
         let after = row.get::<String>(0, 16).map_or(String::new(), |last| format!("; attempt {} {last}", row.get::<i32>(0, 6).unwrap_or(0)));
         return Some(format!("scheduled: {when}{after}"));

@@ -12,8 +12,8 @@ use stint_core::verdict::{Call, Ended, Place, Verdict, late_call};
 /// Everything known of the task and of the lease, in one snapshot.
 static LOOK: Statement = Statement::new(
     c"select f.id is not null,
-             coalesce(w.attempt, s.attempt),
-             case when w.id is not null then 'ready' when s.id is not null then 'scheduled' when r.id is not null then 'running' else o.outcome end,
+             coalesce(w.attempt, s.attempt, b.attempt),
+             case when w.id is not null then 'ready' when s.id is not null then 'scheduled' when b.id is not null then 'blocked' when r.id is not null then 'running' else o.outcome end,
              r.id is not null,
              o.lease is not distinct from $3,
              a.attempt,
@@ -23,6 +23,7 @@ static LOOK: Statement = Statement::new(
       left join stint.task_facts f on f.queue = t.queue and f.id = t.id
       left join stint.place_ready w on w.queue = t.queue and w.id = t.id
       left join stint.place_scheduled s on s.queue = t.queue and s.id = t.id
+      left join stint.place_blocked b on b.queue = t.queue and b.id = t.id
       left join stint.place_running r on r.queue = t.queue and r.id = t.id
       left join stint.task_outcomes o on o.queue = t.queue and o.id = t.id
       left join stint.task_attempts a on a.queue = t.queue and a.id = t.id and a.lease = $3",

@@ -1,5 +1,6 @@
 //! `stint.promote`: moves scheduled tasks whose time has come to ready, in the order of their times.
 
+use super::checkpoint;
 use super::config;
 use super::lines;
 use super::store::{self, Ticket};
@@ -19,7 +20,7 @@ static DUE: Statement = Statement::new(
             order by d.run_at
             limit $2
             for update skip locked))
-      returning s.queue::text, s.id, s.lane, s.priority, s.tokens, s.attempt, s.counted, s.run_at",
+      returning s.queue::text, s.id, s.lane, s.priority, s.tokens, s.attempt, s.counted, s.run_at, s.event::text",
     &[pg_sys::TIMESTAMPTZOID, pg_sys::INT8OID, pg_sys::TIMESTAMPTZOID],
 );
 
@@ -31,7 +32,7 @@ fn promote_due(max: usize) -> i32 {
         let now = Instant::now();
         let Some(first) = lines::first_instant(session, heads::SCHEDULED, &FIRST).filter(|first| *first <= now.0) else { return 0 };
         let rows = session.run(&DUE, &[arg(now), arg(max as i64), arg(Instant(first))]);
-        let mut due: Vec<(Instant, String, Ticket)> = (0..rows.len())
+        let mut due: Vec<(Instant, String, Ticket, Option<String>)> = (0..rows.len())
             .map(|at| {
                 let ticket = Ticket {
                     id: rows.must(at, 2),
@@ -41,12 +42,16 @@ fn promote_due(max: usize) -> i32 {
                     attempt: rows.must(at, 6),
                     counted: rows.must(at, 7),
                 };
-                (rows.must(at, 8), rows.must(at, 1), ticket)
+                (rows.must(at, 8), rows.must(at, 1), ticket, rows.get(at, 9))
             })
             .collect();
-        due.sort_by_key(|(run_at, _, ticket)| (run_at.0, *ticket.id.as_bytes()));
+        due.sort_by_key(|(run_at, _, ticket, _)| (run_at.0, *ticket.id.as_bytes()));
         let mut ready: HashMap<&str, usize> = HashMap::new();
-        for (_, name, ticket) in &due {
+        for (_, name, ticket, event) in &due {
+            if let Some(event) = event {
+                // The wait timed out; an event that is emitted later changes nothing about that.
+                checkpoint::save(session, name, ticket.id, event, None, ticket.attempt, now);
+            }
             store::to_ready(session, name, ticket);
             *ready.entry(name).or_default() += 1;
         }

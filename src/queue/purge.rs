@@ -1,6 +1,7 @@
 //! `stint.purge_queue`: cancels the waiting tasks of a queue.
 
-use super::config;
+use super::config::{self, Queue};
+use super::flow::leave;
 use super::store::{self, Outcome};
 use crate::spi::{self, Rows, Session, Statement, arg};
 use crate::values::Instant;
@@ -21,6 +22,10 @@ static FROM_SCHEDULED: Statement = Statement::new(
     &[pg_sys::TEXTOID, pg_sys::INT8OID],
 );
 
+/// The latest first: none of them then ends because one it depends on did.
+static BLOCKED: Statement =
+    Statement::new(c"select b.id from stint.place_blocked b where b.queue = $1 order by b.id desc limit $2", &[pg_sys::TEXTOID, pg_sys::INT8OID]);
+
 /// Why, where the caller gives no reason.
 const PURGE: &str = "the queue was purged";
 
@@ -32,10 +37,20 @@ fn cancel_all(session: &Session, name: &str, rows: &Rows, reason: &str, now: Ins
 }
 
 /// Cancels at most `max` waiting tasks, in batches, so that memory stays bounded whatever `max` is. Returns how many.
-fn purge(name: &str, max: i64, reason: &str) -> i64 {
+fn purge(name: &str, queue: &Queue, max: i64, reason: &str) -> i64 {
     let batch = i64::from(guc::max_batch());
     let now = Instant::now();
     let mut left = max;
+    while left > 0 {
+        let gone = spi::connect(|session| {
+            let rows = session.run(&BLOCKED, &[arg(name), arg(left.min(batch))]);
+            (0..rows.len()).filter(|at| leave::cancel_blocked(session, name, queue, rows.must(*at, 1), Some(reason), now).is_some()).count() as i64
+        });
+        left -= gone;
+        if gone == 0 {
+            break;
+        }
+    }
     for statement in [&FROM_READY, &FROM_SCHEDULED] {
         while left > 0 {
             let gone = spi::connect(|session| {
@@ -61,7 +76,7 @@ fn purge_queue(queue: Option<&str>, max: Option<i64>, reason: Option<&str>) -> i
     let reason = input::text("reason", reason).unwrap_or(PURGE);
     let _owner = spi::Identity::owner();
     let queue = spi::connect(|session| config::find(session, name));
-    let cancelled = purge(name, max, reason);
+    let cancelled = purge(name, &queue, max, reason);
     if cancelled > 0 {
         store::announce(&queue, 0);
     }

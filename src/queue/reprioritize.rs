@@ -14,8 +14,18 @@ static FROM_READY: Statement = Statement::new(
 );
 
 static FROM_SCHEDULED: Statement = Statement::new(
-    c"delete from stint.place_scheduled s where s.queue = $1 and s.id = $2 returning s.lane, s.tokens, s.attempt, s.counted, s.run_at",
+    c"delete from stint.place_scheduled s where s.queue = $1 and s.id = $2 and s.event is null returning s.lane, s.tokens, s.attempt, s.counted, s.run_at",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID],
+);
+
+// In place: an emit, or whoever ends what the task waits for, then finds it however they meet.
+static AWAITING: Statement = Statement::new(
+    c"update stint.place_scheduled s set priority = $3 where s.queue = $1 and s.id = $2 and s.event is not null",
+    &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID],
+);
+static BLOCKED: Statement = Statement::new(
+    c"update stint.place_blocked b set priority = $3 where b.queue = $1 and b.id = $2",
+    &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID],
 );
 
 static STATE: Statement = Statement::new(
@@ -58,6 +68,11 @@ fn reprioritize(
             if !scheduled.is_empty() {
                 store::to_scheduled(session, name, &ticket(&scheduled, id, priority), scheduled.must::<Instant>(0, 5));
                 return Some(("reprioritized", "scheduled".to_string()));
+            }
+            for (statement, status) in [(&AWAITING, "scheduled"), (&BLOCKED, "blocked")] {
+                if !session.run(statement, &[arg(name), arg(id), arg(priority)]).is_empty() {
+                    return Some(("reprioritized", status.to_string()));
+                }
             }
             let state = session.run(&STATE, &key);
             if state.is_empty() {

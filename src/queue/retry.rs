@@ -4,6 +4,7 @@
 use super::config::{self, Queue};
 use super::store::{self, Ticket};
 use super::{keys, late};
+use crate::errors::Fault;
 use crate::spi::{self, Session, Statement, arg};
 use crate::values::Instant;
 use crate::{input, shmem};
@@ -11,7 +12,7 @@ use pgrx::prelude::*;
 
 /// The key first: a task whose key has passed to another stays as it is.
 static KEY: Statement = Statement::new(
-    c"select f.key::text, o.outcome::text
+    c"select f.key::text, o.outcome::text, f.group_seq is not null
       from stint.task_facts f
       left join stint.task_outcomes o on o.queue = f.queue and o.id = f.id
       where f.queue = $1 and f.id = $2",
@@ -24,6 +25,8 @@ static TAKE_BACK: Statement = Statement::new(
       returning o.outcome::text, o.attempt, o.lease, o.finished_at, o.error",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID],
 );
+
+static FORGIVE: Statement = Statement::new(c"delete from stint.follow_ups u where u.queue = $1 and u.id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
 
 static RECORD: Statement = Statement::new(
     c"insert into stint.task_retries (queue, id, retry, retried_at, outcome, attempt, lease, finished_at, error)
@@ -52,7 +55,7 @@ static FAILED: Statement = Statement::new(
     c"select o.id
       from stint.task_outcomes o
       join stint.task_facts f on f.queue = o.queue and f.id = o.id
-      where o.queue = $1 and o.outcome = 'failed' and o.finished_at >= coalesce($2, '-infinity') and ($3 is null or f.agent = $3)
+      where o.queue = $1 and o.outcome = 'failed' and o.finished_at >= coalesce($2, '-infinity') and ($3 is null or f.agent = $3) and f.group_seq is null
       order by o.id
       limit $4
       for update of o skip locked",
@@ -70,6 +73,11 @@ fn retry_one(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, now: 
         Some("completed") => return Some(("already_completed", "completed".to_string())),
         Some(status) => status.to_string(),
     };
+    if task.must(0, 3) {
+        Fault::new(PgSqlErrorCode::ERRCODE_FEATURE_NOT_SUPPORTED, format!("cannot retry task {id}: its group is strict and its turn has passed"))
+            .hint("Enqueue the work again with the same group_key: it runs after those of the group that wait.")
+            .raise()
+    }
     if let Some(key) = task.get::<String>(0, 1)
         && keys::hold(session, name, queue, &key, id, now).is_some_and(|holder| holder.as_bytes() != id.as_bytes())
     {
@@ -79,6 +87,8 @@ fn retry_one(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, now: 
     if row.is_empty() {
         return None;
     }
+    // What waits for it and was not moved yet goes on waiting.
+    session.run(&FORGIVE, &[arg(name), arg(id)]);
     let attempt: i32 = row.must(0, 2);
     session.run(
         &RECORD,

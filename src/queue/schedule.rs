@@ -6,6 +6,7 @@
 
 use super::config;
 use super::enqueue::{self, Request};
+use super::flow::enter::OnFailure;
 use crate::changelog::epoch;
 use crate::errors;
 use crate::savepoint;
@@ -156,6 +157,9 @@ fn create_schedule(
         agent: agent.map(str::to_string),
         tokens,
         budgets: Vec::new(),
+        group_key: None,
+        depends_on: Vec::new(),
+        on_dependency_failure: OnFailure::Fail,
         max_attempts,
         lease_for,
         labels,
@@ -356,6 +360,9 @@ fn fire_one(session: &Session, due: &Due, now: Instant) -> bool {
             agent: row.get(0, 6),
             tokens: row.get(0, 7),
             budgets: Vec::new(),
+            group_key: None,
+            depends_on: Vec::new(),
+            on_dependency_failure: OnFailure::Fail,
             max_attempts: row.get(0, 9),
             lease_for: row.get(0, 10),
             labels: row.get(0, 11),

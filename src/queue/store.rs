@@ -1,6 +1,7 @@
 //! The inserts that several verbs share: a task into a place, an attempt when it ends, an outcome when the task does.
 
-use super::config::Queue;
+use super::config::{self, Queue};
+use super::flow::leave::{self, End};
 use super::usage::Usage;
 use crate::shmem::{Instance, bells, heads, waiters};
 use crate::spi::{Session, Statement, arg};
@@ -14,8 +15,24 @@ static TO_READY: Statement = Statement::new(
 );
 
 static TO_SCHEDULED: Statement = Statement::new(
-    c"insert into stint.place_scheduled (queue, id, lane, priority, tokens, attempt, counted, run_at) values ($1, $2, $3, $4, $5, $6, $7, $8)",
-    &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::TIMESTAMPTZOID],
+    c"insert into stint.place_scheduled (queue, id, lane, priority, tokens, attempt, counted, run_at, event) values ($1, $2, $3, $4, $5, $6, $7, $8, $9)",
+    &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::TIMESTAMPTZOID, pg_sys::TEXTOID],
+);
+
+static TO_BLOCKED: Statement = Statement::new(
+    c"insert into stint.place_blocked (queue, id, lane, priority, tokens, attempt, counted, run_at, group_key, group_seq) values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
+    &[
+        pg_sys::TEXTOID,
+        pg_sys::UUIDOID,
+        pg_sys::INT4OID,
+        pg_sys::INT4OID,
+        pg_sys::INT8OID,
+        pg_sys::INT4OID,
+        pg_sys::INT4OID,
+        pg_sys::TIMESTAMPTZOID,
+        pg_sys::TEXTOID,
+        pg_sys::INT8OID,
+    ],
 );
 
 static ATTEMPT: Statement = Statement::new(
@@ -48,7 +65,9 @@ static ATTEMPT: Statement = Statement::new(
 );
 
 static OUTCOME: Statement = Statement::new(
-    c"insert into stint.task_outcomes (queue, id, outcome, attempt, lease, finished_at, error, result) values ($1, $2, $3, $4, $5, $6, $7, $8)",
+    c"insert into stint.task_outcomes (queue, id, outcome, attempt, lease, finished_at, error, result)
+      values ($1, $2, $3, $4, $5, $6, $7, $8)
+      returning (select true from stint.task_dependencies d where d.queue = $1 and d.on_id = $2 limit 1)",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::UUIDOID, pg_sys::TIMESTAMPTZOID, pg_sys::TEXTOID, pg_sys::JSONBOID],
 );
 
@@ -75,14 +94,18 @@ impl Ticket {
     }
 }
 
-/// Puts a task at the end of its line.
-pub fn to_ready(session: &Session, name: &str, ticket: &Ticket) {
+/// The next number of the order of tasks.
+pub fn next_seq() -> i64 {
     // SAFETY: reads a sequence of the extension's own; the owner's rights are in force.
-    let seq = unsafe {
+    unsafe {
         let sequence = pg_sys::get_relname_relid(c"task_seq".as_ptr(), pg_sys::Oid::from(Instance::here().schema));
         pgrx::direct_function_call::<i64>(pg_sys::nextval_oid, &[arg(sequence)]).unwrap_or_default()
-    };
-    back_to_ready(session, name, ticket, seq);
+    }
+}
+
+/// Puts a task at the end of its line.
+pub fn to_ready(session: &Session, name: &str, ticket: &Ticket) {
+    back_to_ready(session, name, ticket, next_seq());
 }
 
 /// Puts a task back where it stood in its line.
@@ -94,8 +117,20 @@ pub fn back_to_ready(session: &Session, name: &str, ticket: &Ticket, seq: i64) {
 
 /// Has a task wait until `run_at`.
 pub fn to_scheduled(session: &Session, name: &str, ticket: &Ticket, run_at: Instant) {
+    to_awaiting(session, name, ticket, run_at, None);
+}
+
+/// Has a task wait for other tasks; `behind` is its group and its place there, where it has not its turn.
+pub fn to_blocked(session: &Session, name: &str, ticket: &Ticket, run_at: Option<Instant>, behind: Option<(&str, i64)>) {
     let [a, b, c, d, e, f, g] = ticket.params(name);
-    session.run(&TO_SCHEDULED, &[a, b, c, d, e, f, g, arg(run_at)]);
+    let (key, seq) = behind.unzip();
+    session.run(&TO_BLOCKED, &[a, b, c, d, e, f, g, arg(run_at), arg(key), arg(seq)]);
+}
+
+/// Has a task wait for an event, at most until `run_at`.
+pub fn to_awaiting(session: &Session, name: &str, ticket: &Ticket, run_at: Instant, event: Option<&str>) {
+    let [a, b, c, d, e, f, g] = ticket.params(name);
+    session.run(&TO_SCHEDULED, &[a, b, c, d, e, f, g, arg(run_at), arg(event)]);
     heads::lower(Instance::here(), heads::SCHEDULED, 0, run_at.0);
 }
 
@@ -159,12 +194,31 @@ pub struct Outcome<'a> {
     pub result: Option<RawJsonb>,
 }
 
-/// Writes a task's outcome.
+/// Writes a task's outcome, and moves the tasks that waited for its end.
 pub fn outcome(session: &Session, name: &str, id: pgrx::Uuid, at: Instant, outcome: &Outcome) {
-    session.run(
+    if write_outcome(session, name, id, at, outcome) || grouped(session, name) {
+        leave::follow(session, name, End { id, outcome: outcome.outcome, turn: true }, at);
+    }
+}
+
+/// Writes a task's outcome, and leaves the tasks that waited for its end to the maintenance worker: for one who ends many and must not wait for anybody.
+pub fn outcome_of_many(session: &Session, name: &str, id: pgrx::Uuid, at: Instant, outcome: &Outcome) {
+    if write_outcome(session, name, id, at, outcome) || grouped(session, name) {
+        leave::owe(session, name, id);
+    }
+}
+
+fn grouped(session: &Session, name: &str) -> bool {
+    config::lookup(session, name).is_some_and(|queue| queue.strict_groups)
+}
+
+/// Writes a task's outcome and nothing else. Returns whether other tasks depend on it.
+pub fn write_outcome(session: &Session, name: &str, id: pgrx::Uuid, at: Instant, outcome: &Outcome) -> bool {
+    let row = session.run_latest(
         &OUTCOME,
         &[arg(name), arg(id), arg(outcome.outcome), arg(outcome.attempt), arg(outcome.lease), arg(at), arg(outcome.error), arg(outcome.result)],
     );
+    row.get(0, 1).unwrap_or(false)
 }
 
 /// Tells the world at commit that something of the queue changed place or ended, and wakes one waiter for each of `ready` tasks that became claimable.

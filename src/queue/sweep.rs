@@ -5,6 +5,7 @@
 //! DBA wrote stands in the way), that round is undone and done again row by row, each in a subtransaction: the bad ones are set aside and told in the log, the
 //! others are rescued, and so are those behind them, however many bad ones there are.
 
+use super::flow::leave;
 use super::store::{self, Attempt, Outcome, Ticket};
 use super::usage::Usage;
 use super::{config, finish, lines};
@@ -117,11 +118,11 @@ fn take_back(session: &Session, rows: &Rows, at: usize, now: Instant, swept: &mu
     swept.lapsed += 1;
     if rows.must(at, 12) {
         let outcome = Outcome { outcome: "cancelled", attempt: ticket.attempt, lease: None, error: reason.as_deref(), result: None };
-        store::outcome(session, &name, ticket.id, now, &outcome);
+        store::outcome_of_many(session, &name, ticket.id, now, &outcome);
         swept.cancelled += 1;
     } else if ticket.counted >= max_attempts {
         let outcome = Outcome { outcome: "failed", attempt: ticket.attempt, lease: None, error: Some(why), result: None };
-        store::outcome(session, &name, ticket.id, now, &outcome);
+        store::outcome_of_many(session, &name, ticket.id, now, &outcome);
         swept.failed += 1;
     } else {
         store::back_to_ready(session, &name, &ticket, rows.must(at, 6));
@@ -231,6 +232,7 @@ fn sweep(max: Option<i32>) -> TableIterator<'static, (name!(lapsed, i32), name!(
     let _owner = spi::Identity::owner();
     ASIDE.with_borrow_mut(Vec::clear);
     let swept = sweep_lapsed(max);
+    spi::connect(|session| leave::settle(session, max));
     TableIterator::once((swept.lapsed, swept.retried, swept.failed, swept.cancelled))
 }
 

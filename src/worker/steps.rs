@@ -31,6 +31,7 @@ pub const STEPS: &[Step] = &[
     Step { name: "load budgets", when: When::Round, run: budget::live::step },
     Step { name: "heads", when: When::Round, run: queue::lines::step },
     Step { name: "sweep", when: When::Round, run: queue::sweep::step },
+    Step { name: "follow up", when: When::Round, run: queue::flow::leave::step },
     Step { name: "promote", when: When::Round, run: queue::promote::step },
     Step { name: "schedules", when: When::Round, run: queue::schedule::step },
     Step { name: "expire keys", when: When::Round, run: queue::keys::step },

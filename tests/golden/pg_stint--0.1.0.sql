@@ -61,8 +61,8 @@ REVOKE ALL ON FUNCTION stint.version() FROM PUBLIC;
 
 -- The queue's tables. The hot ones have no CHECK constraints: PostgreSQL reads a constraint's expression anew at every statement; stint.check() knows the rules.
 --
--- A task's facts never change; its place does: a live task has one row in exactly one of place_ready, place_scheduled and place_running,
--- and moving it is a delete and an insert of a narrow row. A finished task has one row in task_outcomes, and each attempt leaves one in task_attempts when it
+-- A task's facts never change; its place does: a live task has one row in exactly one of place_ready, place_scheduled, place_blocked (15_flow_tables.sql)
+-- and place_running, and moving it is a delete and an insert of a narrow row. A finished task has one row in task_outcomes, and each attempt leaves one in task_attempts when it
 -- ends. Nobody but the verbs writes here; users read the views of 20_queue_views.sql.
 
 CREATE TABLE stint.queue_config (
@@ -80,6 +80,7 @@ CREATE TABLE stint.queue_config (
     notify          boolean NOT NULL,
     max_run_time    interval,
     paused          boolean NOT NULL,
+    strict_groups   boolean NOT NULL,
     comment         text,
     created_at      timestamptz NOT NULL DEFAULT clock_timestamp()
 );
@@ -118,6 +119,9 @@ CREATE TABLE stint.task_facts (
     max_run_time    interval,
     agent           text COLLATE "C",
     key             text COLLATE "C",
+    group_key       text COLLATE "C",
+    group_seq       bigint,
+    depends_on      uuid[],
     labels          jsonb,
     payload         jsonb NOT NULL,
     PRIMARY KEY (queue, id)
@@ -153,10 +157,12 @@ CREATE TABLE stint.place_scheduled (
     tokens          bigint,
     attempt         int NOT NULL,
     counted         int NOT NULL,
+    event           text COLLATE "C",
     PRIMARY KEY (queue, id)
 );
 CREATE INDEX place_scheduled_due ON stint.place_scheduled (run_at);
-COMMENT ON TABLE stint.place_scheduled IS 'Tasks that wait for a time: delayed ones and retries';
+CREATE INDEX place_scheduled_event ON stint.place_scheduled (event) WHERE event IS NOT NULL;
+COMMENT ON TABLE stint.place_scheduled IS 'Tasks that wait for a time: delayed ones, retries, and those that await an event until then';
 
 -- extended_until is in no index, so that a heartbeat is a heap-only update; the sweep finds the row by expires_at and looks at both.
 CREATE TABLE stint.place_running (
@@ -306,11 +312,92 @@ SELECT pg_catalog.pg_extension_config_dump('stint.task_keys', '');
 -- requires:
 --   queue_tables
 
+-- What tasks wait for beside time and budgets: other tasks, their turn in a group, events. And what they keep from one attempt to the next.
+--
+-- A blocked task waits for the tasks that task_dependencies names, and, where group_key is set, for its turn in that group. Nothing counts them: whoever ends
+-- the last of them sees, with the blocked row locked, that none is left (src/queue/flow).
+
+CREATE TABLE stint.place_blocked (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    lane            int NOT NULL,
+    priority        int NOT NULL,
+    tokens          bigint,
+    attempt         int NOT NULL,
+    counted         int NOT NULL,
+    run_at          timestamptz,
+    group_key       text COLLATE "C",
+    group_seq       bigint,
+    PRIMARY KEY (queue, id)
+);
+CREATE INDEX place_blocked_turn ON stint.place_blocked (queue, group_key, group_seq) WHERE group_key IS NOT NULL;
+COMMENT ON TABLE stint.place_blocked IS 'Tasks that wait for other tasks; group_key is set while that is for their turn in a group of a queue with strict groups';
+
+-- spot is drawn from the random part of on_id. Rows of one task are scattered by it, so that the next one left is near, in whatever order dependencies end
+-- and however many dead rows an old snapshot keeps about: a scan from one end would walk them all, each time.
+CREATE TABLE stint.task_dependencies (
+    queue           text COLLATE "C" NOT NULL,
+    on_id           uuid NOT NULL,
+    id              uuid NOT NULL,
+    spot            int NOT NULL,
+    on_failure      text COLLATE "C" NOT NULL,
+    PRIMARY KEY (queue, on_id, id)
+);
+CREATE INDEX task_dependencies_left ON stint.task_dependencies (queue, id, spot);
+COMMENT ON TABLE stint.task_dependencies IS 'The unfinished tasks (on_id) that a blocked task (id) waits for, and what becomes of it when one fails or is cancelled; a row goes when its on_id ends';
+
+-- One row for each group of a queue with strict groups that has a live task; locked, not changed, to hand the turn on.
+CREATE TABLE stint.group_turns (
+    queue           text COLLATE "C" NOT NULL,
+    group_key       text COLLATE "C" NOT NULL,
+    PRIMARY KEY (queue, group_key)
+);
+COMMENT ON TABLE stint.group_turns IS 'Groups of queues with strict groups in which a task has its turn; the other live tasks of the group are blocked';
+
+CREATE TABLE stint.follow_ups (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    PRIMARY KEY (queue, id)
+);
+COMMENT ON TABLE stint.follow_ups IS 'Tasks that a sweep ended and that others wait for: the maintenance worker moves those on, so that no sweep waits for anybody';
+
+CREATE TABLE stint.task_checkpoints (
+    queue           text COLLATE "C" NOT NULL,
+    id              uuid NOT NULL,
+    step            text COLLATE "C" NOT NULL,
+    value           jsonb,
+    attempt         int NOT NULL,
+    saved_at        timestamptz NOT NULL,
+    PRIMARY KEY (queue, id, step)
+);
+COMMENT ON TABLE stint.task_checkpoints IS 'Steps a task has finished, in whatever attempt; insert-only. An event it awaited is a step of that name, without a value where the wait timed out';
+
+-- A row that was awaited before it was emitted has no emitted_at yet: awaiting and emitting meet on its lock.
+CREATE TABLE stint.events (
+    event           text COLLATE "C" PRIMARY KEY,
+    payload         jsonb,
+    emitted_at      timestamptz
+);
+COMMENT ON TABLE stint.events IS 'Events by name, each emitted at most once: the first committed payload stays';
+
+SELECT pg_catalog.pg_extension_config_dump('stint.place_blocked', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.task_dependencies', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.group_turns', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.follow_ups', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.task_checkpoints', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.events', '');
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   flow_tables
+
 -- What users and psql see of the queue. No view shows a lease: it is the right to end an attempt.
 
 CREATE VIEW stint.queues AS
 SELECT q.queue, q.lease_for, q.max_attempts, q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
-       q.budgets, q.key_retention, q.late_result, q.notify, q.max_run_time, q.paused, q.comment, q.created_at
+       q.budgets, q.key_retention, q.late_result, q.notify, q.max_run_time, q.paused, q.strict_groups, q.comment, q.created_at
 FROM stint.queue_config q;
 COMMENT ON VIEW stint.queues IS 'Queues and their settings';
 
@@ -320,7 +407,7 @@ SELECT f.queue, f.id,
        p.why,
        coalesce(p.priority, f.priority) AS priority, f.agent, f.tokens, p.attempt, p.worker,
        f.enqueued_at, p.run_at, p.started_at, p.expires_at, p.finished_at,
-       f.key, f.labels, p.progress
+       f.key, f.group_key, f.depends_on, f.labels, p.progress
 FROM stint.task_facts f
 CROSS JOIN LATERAL (
     SELECT 'ready' AS status,
@@ -328,10 +415,20 @@ CROSS JOIN LATERAL (
            NULL::timestamptz AS started_at, NULL::timestamptz AS expires_at, NULL::timestamptz AS finished_at, NULL::jsonb AS progress
     FROM stint.place_ready w WHERE w.queue = f.queue AND w.id = f.id
     UNION ALL
-    SELECT 'scheduled', CASE WHEN s.attempt = 0 THEN 'delayed'
+    SELECT 'scheduled', CASE WHEN s.event IS NOT NULL THEN 'awaits event "' || s.event || '"'
+                                WHEN s.attempt = 0 THEN 'delayed'
                                 WHEN (SELECT a.ended FROM stint.task_attempts a WHERE a.queue = s.queue AND a.id = s.id AND a.attempt = s.attempt) = 'snoozed'
                                 THEN 'snoozed' ELSE 'retry' END, s.priority, s.attempt, NULL, s.run_at, NULL, NULL, NULL, NULL
     FROM stint.place_scheduled s WHERE s.queue = f.queue AND s.id = f.id
+    UNION ALL
+    SELECT 'blocked', concat_ws('; ', d.why, 'waits for its turn in group "' || b.group_key || '"'), b.priority, b.attempt, NULL, b.run_at, NULL, NULL, NULL, NULL
+    FROM stint.place_blocked b
+    CROSS JOIN LATERAL (
+        SELECT 'waits for task ' || min(x.on_id::text) || CASE WHEN count(*) > 100 THEN ' and at least 100 more'
+                                                                WHEN count(*) > 1 THEN ' and ' || count(*) - 1 || ' more' ELSE '' END AS why
+        FROM (SELECT t.on_id FROM stint.task_dependencies t WHERE t.queue = b.queue AND t.id = b.id LIMIT 101) x
+    ) d
+    WHERE b.queue = f.queue AND b.id = f.id
     UNION ALL
     SELECT 'running', CASE WHEN r.cancel_requested THEN 'cancel requested' END, r.priority, r.attempt, r.worker, NULL, r.started_at,
            coalesce(r.extended_until, r.expires_at), NULL, r.progress
@@ -341,7 +438,7 @@ CROSS JOIN LATERAL (
     FROM stint.task_outcomes o WHERE o.queue = f.queue AND o.id = f.id
 ) p;
 COMMENT ON VIEW stint.tasks IS
-'Every task with its status: scheduled, ready, running, completed, failed or cancelled, and why. priority: as stint.reprioritize left it, while the task lives.
+'Every task with its status: scheduled, blocked, ready, running, completed, failed or cancelled, and why. priority: as stint.reprioritize left it, while the task lives.
 Find tasks by label with labels @> ''{"customer": 7}'': with a queue and a time or status beside it, since no index is kept on labels. Payloads are in stint.task_payloads';
 
 CREATE VIEW stint.task_payloads AS
@@ -365,11 +462,12 @@ SELECT a.queue, a.id, a.attempt, a.ended, a.worker, f.agent, a.started_at, a.end
 FROM stint.task_attempts a
 JOIN stint.task_facts f ON f.queue = a.queue AND f.id = a.id
 LEFT JOIN stint.usage_late u ON u.queue = a.queue AND u.id = a.id AND u.attempt = a.attempt AND u.key = 'callback';
-COMMENT ON VIEW stint.attempts IS 'Every ended attempt: how it ended (completed, failed, cancelled, released, snoozed, lapsed), its run and trace id, tokens and cost, usage that came late included';
+COMMENT ON VIEW stint.attempts IS 'Every ended attempt: how it ended (completed, failed, cancelled, released, snoozed, awaiting, lapsed), its run and trace id, tokens and cost, usage that came late included';
 
 CREATE VIEW stint.queue_stats AS
 SELECT q.queue, q.paused,
        (SELECT count(*) FROM stint.place_scheduled s WHERE s.queue = q.queue) AS scheduled,
+       (SELECT count(*) FROM stint.place_blocked b WHERE b.queue = q.queue) AS blocked,
        (SELECT count(*) FROM stint.place_ready w WHERE w.queue = q.queue) AS ready,
        (SELECT count(*) FROM stint.place_running r WHERE r.queue = q.queue) AS running,
        coalesce(o.completed, 0) AS completed, coalesce(o.failed, 0) AS failed, coalesce(o.cancelled, 0) AS cancelled,
@@ -407,12 +505,13 @@ CREATE FUNCTION stint.create_queue(
     notify boolean DEFAULT true,
     comment text DEFAULT NULL,
     max_run_time interval DEFAULT NULL,
-    paused boolean DEFAULT false
+    paused boolean DEFAULT false,
+    strict_groups boolean DEFAULT false
 ) RETURNS void
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'create_queue_wrapper';
-REVOKE ALL ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text, interval, boolean) FROM PUBLIC;
-COMMENT ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text, interval, boolean) IS
+REVOKE ALL ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text, interval, boolean, boolean) FROM PUBLIC;
+COMMENT ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text, interval, boolean, boolean) IS
 'Makes a queue.
 lease_for: how long a claim holds a task unless the task or the claim says otherwise; longer than the worker''s worst pause.
 max_attempts: attempts that may fail or lapse before the task fails.
@@ -422,6 +521,8 @@ key_retention: how long an idempotency key is kept at least; never shorter than 
 late_result: ''accept'' takes the result of a lapsed lease while nobody else has the task; ''reject'' does not.
 notify: whether changes ring the channel stint_queue (a coalesced doorbell sent by the maintenance worker, never by your transaction).
 max_run_time: the longest an attempt may run: no heartbeat keeps its lease longer, so the sweep takes it back (the attempt counts). paused: whether claims find nothing for now.
+strict_groups: of the tasks with one group_key at most one runs at a time, and they run in the order of enqueueing whatever their priority; one that is scheduled,
+backs off, waits for other tasks or awaits an event holds up those behind it. Without it group_key is a label.
 Errors: 42710 the queue exists; 42704 unknown budget; 22023 a value out of its bounds.';
 
 CREATE FUNCTION stint.create_budget(
@@ -449,6 +550,9 @@ CREATE FUNCTION stint.enqueue(
     agent text DEFAULT NULL,
     tokens bigint DEFAULT NULL,
     budgets text[] DEFAULT NULL,
+    group_key text DEFAULT NULL,
+    depends_on uuid[] DEFAULT NULL,
+    on_dependency_failure text DEFAULT 'fail',
     max_attempts int DEFAULT NULL,
     lease_for interval DEFAULT NULL,
     labels jsonb DEFAULT NULL,
@@ -456,15 +560,18 @@ CREATE FUNCTION stint.enqueue(
 ) RETURNS uuid
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'enqueue_wrapper';
-REVOKE ALL ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], int, interval, jsonb, interval) FROM PUBLIC;
-COMMENT ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], int, interval, jsonb, interval) IS
+REVOKE ALL ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], text, uuid[], text, int, interval, jsonb, interval) FROM PUBLIC;
+COMMENT ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], text, uuid[], text, int, interval, jsonb, interval) IS
 'Adds a task to a queue and returns its id, a UUIDv7. The payload reaches the worker byte for byte as jsonb keeps it.
 priority: higher is claimed sooner. run_at or delay: not before that instant, or that long from now.
 key: at most one task for each queue and key while the key is kept; a repeat returns the id of the first and changes nothing.
 agent: who the work is for, for accounting. tokens: predicted tokens, reserved of every budget while the task runs.
 budgets: budgets it draws on beside its queue''s. max_attempts, lease_for, max_run_time: in place of the queue''s. labels: anything you want to find it by.
-Waits for: another transaction that holds the same key. Sends no NOTIFY.
-Errors: 42704 unknown queue or budget; 54000 over a limit, or a prediction above a budget''s capacity; 22023 a value out of its bounds.';
+group_key: what the task belongs with; in a queue with strict_groups it runs after those of the same key that were enqueued before.
+depends_on: tasks of the same queue that must end first; until then it is blocked. Only tasks that exist can be named, so there are no cycles.
+on_dependency_failure: what becomes of it at once when one of them fails or is cancelled: ''fail'', ''cancel'', or ''run'' it all the same once all have ended.
+Waits for: another transaction that holds the same key, enqueues the first task of the same strict group, or moves a task named in depends_on. Sends no NOTIFY.
+Errors: 42704 unknown queue or budget; P0002 depends_on names a task that the queue does not have; 54000 over a limit, or a prediction above a budget''s capacity; 22023 a value out of its bounds.';
 
 CREATE FUNCTION stint.enqueue_many(
     queue text,
@@ -593,7 +700,7 @@ LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'cancel_wrapper';
 REVOKE ALL ON FUNCTION stint.cancel(text, uuid, text) FROM PUBLIC;
 COMMENT ON FUNCTION stint.cancel(text, uuid, text) IS
-'Cancels a task. outcome: ''cancelled'' (it was waiting); ''cancel_requested'' (it runs: its worker learns of it from stint.extend, and it is not retried; a completion
+'Cancels a task. Tasks that depend on it fail, are cancelled or run as their on_dependency_failure says. outcome: ''cancelled'' (it was waiting); ''cancel_requested'' (it runs: its worker learns of it from stint.extend, and it is not retried; a completion
 that comes first still counts); ''already_finished'', status says how. Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
 
 CREATE FUNCTION stint.sweep(
@@ -663,6 +770,69 @@ COMMENT ON VIEW stint.budgets IS 'Budgets: limits, what is in use, and the room 
 -- src/lib.rs
 -- requires:
 --   queue_verbs
+
+-- What a task keeps between attempts, and waiting for events. Functions of the library (src/queue/checkpoint.rs, event.rs).
+
+CREATE FUNCTION stint.checkpoint(
+    queue text,
+    id uuid,
+    lease uuid,
+    step text,
+    value jsonb
+) RETURNS TABLE (status text, value jsonb)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'checkpoint_wrapper';
+REVOKE ALL ON FUNCTION stint.checkpoint(text, uuid, uuid, text, jsonb) FROM PUBLIC;
+COMMENT ON FUNCTION stint.checkpoint(text, uuid, uuid, text, jsonb) IS
+'Keeps what a step of the task came to, so that a later attempt need not pay for it again. The first value of a step stays, as jsonb keeps it.
+status: ''saved''; ''kept'' (the step had a value: use the one returned); ''lost'' (the lease is not the live one: stop, nothing was written).
+Use in FROM. Errors: P0002 unknown task; 42704 unknown queue; 54000 the value is over stint.max_payload.';
+
+CREATE FUNCTION stint.checkpoints(
+    queue text,
+    id uuid
+) RETURNS TABLE (step text, value jsonb, attempt int, saved_at timestamptz)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'checkpoints_wrapper';
+REVOKE ALL ON FUNCTION stint.checkpoints(text, uuid) FROM PUBLIC;
+COMMENT ON FUNCTION stint.checkpoints(text, uuid) IS
+'The steps a task has finished, in that order, with the attempt that did. An event it awaited is a step of that name; its value is null where the wait timed out.
+Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.await(
+    queue text,
+    id uuid,
+    lease uuid,
+    event text,
+    timeout interval DEFAULT NULL
+) RETURNS TABLE (status text, payload jsonb)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'await_event_wrapper';
+REVOKE ALL ON FUNCTION stint.await(text, uuid, uuid, text, interval) FROM PUBLIC;
+COMMENT ON FUNCTION stint.await(text, uuid, uuid, text, interval) IS
+'Waits for an event without holding anything: unless the event was emitted already, the attempt ends without counting, its lease and budgets are given up, and the
+task is claimable again when the event is emitted or the timeout (by default stint.max_delay) is over. The next attempt calls await again and gets the answer.
+status: ''emitted'', with the payload; ''waiting'' (stop: the lease is given up); ''timed_out''; ''cancelled'' where that had been asked; ''lost'' (the lease is not the
+live one: stop). The answer is kept as a checkpoint under the event''s name, so every later attempt gets the same.
+Waits for: another transaction that emits the event. Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
+
+CREATE FUNCTION stint.emit(
+    event text,
+    payload jsonb DEFAULT 'null'
+) RETURNS TABLE (first boolean, woken int, payload jsonb)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'emit_wrapper';
+REVOKE ALL ON FUNCTION stint.emit(text, jsonb) FROM PUBLIC;
+COMMENT ON FUNCTION stint.emit(text, jsonb) IS
+'Emits an event, which happens once: the first committed payload of a name stays, for those who await it now (woken says how many) and for those who will.
+first: whether this call was the one; payload: the one that stays. Tasks are woken when the transaction commits; a rollback wakes nobody.
+Waits for: another transaction that emits the same event or is about to await it. Use in FROM. Errors: 54000 the payload is over stint.max_payload.';
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   flow_verbs
 
 -- Schedules: cron text in a time zone, and the slots that fired. A slot is one row, in the transaction of its task, and its key makes it fire once. Rows of
 -- schedule_slots are only added and, when they are old, removed; a schedule's own row changes when somebody pauses or resumes it.
@@ -854,9 +1024,10 @@ LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'purge_queue_wrapper';
 REVOKE ALL ON FUNCTION stint.purge_queue FROM PUBLIC;
 COMMENT ON FUNCTION stint.purge_queue IS
-'Cancels waiting tasks (ready and scheduled ones): each gets the outcome ''cancelled'' with reason as its error, and keeps its history. Returns how many.
+'Cancels waiting tasks (ready, scheduled and blocked ones): each gets the outcome ''cancelled'' with reason as its error, and keeps its history. Returns how many.
 max: at most so many in this transaction; call it until it returns 0 to keep transactions short. Without it, all of them. Running and finished tasks stay as they are.
-Rows that another session holds are left out. Pause the queue first if nothing more shall be claimed. Errors: 42704 unknown queue.';
+Rows that another session holds are left out. Pause the queue first if nothing more shall be claimed.
+Waits for: enqueues that depend on blocked tasks or join their strict groups. What depends on a cancelled task ends as its on_dependency_failure says, uncounted. Errors: 42704 unknown queue.';
 
 CREATE FUNCTION stint.drop_queue(
     queue text,
@@ -932,9 +1103,10 @@ AS 'MODULE_PATHNAME', 'retry_wrapper';
 REVOKE ALL ON FUNCTION stint.retry FROM PUBLIC;
 COMMENT ON FUNCTION stint.retry IS
 'Makes a failed or cancelled task live again: ready at the end of its line with the priority it was enqueued with. Its attempts stay and count no more, so it has
-max_attempts again; the outcome it had moves to stint.task_retries. A key it had is taken again.
+max_attempts again; the outcome it had moves to stint.task_retries. A key it had is taken again. What depended on it has ended, or waits
+for it if a sweep ended it a moment ago. It waits for none of the tasks it depended on.
 outcome: ''retried''; ''already_completed''; ''not_finished'', status says where it is; ''key_taken'': another task got its key meanwhile, nothing was changed.
-Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
+Use in FROM. Errors: P0002 unknown task; 42704 unknown queue; 0A000 the task was in a strict group, whose turn has passed: enqueue the work again.';
 
 CREATE FUNCTION stint.retry_failed(
     queue text,
@@ -947,7 +1119,7 @@ AS 'MODULE_PATHNAME', 'retry_failed_wrapper';
 REVOKE ALL ON FUNCTION stint.retry_failed FROM PUBLIC;
 COMMENT ON FUNCTION stint.retry_failed IS
 'Retries at most max failed tasks as stint.retry does, in the order they were enqueued, and returns how many; call it until it returns 0. Cancelled tasks stay.
-since: only those that failed at or after that instant. agent: only those for that agent. Tasks whose key another task got are left out, as are rows that another session holds.
+since: only those that failed at or after that instant. agent: only those for that agent. Tasks of strict groups, and those whose key another task got, are left out, as are rows that another session holds.
 Errors: 42704 unknown queue; 54000 max above stint.max_batch.';
 
 CREATE FUNCTION stint.reprioritize(
@@ -1462,6 +1634,7 @@ AS $$
     WITH places AS (
         SELECT w.queue, w.id, 'ready' AS place, w.lane, w.attempt, w.counted FROM stint.place_ready w
         UNION ALL SELECT s.queue, s.id, 'scheduled', s.lane, s.attempt, s.counted FROM stint.place_scheduled s
+        UNION ALL SELECT b.queue, b.id, 'blocked', b.lane, b.attempt, b.counted FROM stint.place_blocked b
         UNION ALL SELECT r.queue, r.id, 'running', r.lane, r.attempt - 1, r.counted FROM stint.place_running r
     ), ended AS (
         SELECT a.queue, a.id, count(*) AS attempts, max(a.attempt) AS last,
@@ -1484,6 +1657,7 @@ AS $$
           UNION ALL SELECT o.queue, o.id, 'outcome' FROM stint.task_outcomes o
           UNION ALL SELECT e.queue, e.id, 'attempts' FROM ended e
           UNION ALL SELECT k.queue, k.id, 'key ' || k.key FROM stint.task_keys k
+          UNION ALL SELECT c.queue, c.id, 'checkpoint ' || c.step FROM stint.task_checkpoints c
           UNION ALL SELECT u.queue, u.id, 'late usage' FROM stint.usage_late u
           UNION ALL SELECT t.queue, t.id, 'retry ' || t.retry FROM stint.task_retries t) x
     WHERE NOT EXISTS (SELECT FROM stint.task_facts f WHERE f.queue = x.queue AND f.id = x.id)
@@ -1511,7 +1685,7 @@ AS $$
     FROM (SELECT o.queue, o.id, o.outcome AS word FROM stint.task_outcomes o WHERE o.outcome NOT IN ('completed', 'failed', 'cancelled')
           UNION ALL
           SELECT a.queue, a.id, a.ended FROM stint.task_attempts a
-          WHERE a.ended NOT IN ('completed', 'failed', 'cancelled', 'released', 'snoozed', 'lapsed')) x
+          WHERE a.ended NOT IN ('completed', 'failed', 'cancelled', 'released', 'snoozed', 'awaiting', 'lapsed')) x
     UNION ALL
     SELECT 'a ready row names the agent of its task', w.queue, w.id, coalesce(w.agent, 'none') || ' in place of ' || coalesce(f.agent, 'none')
     FROM stint.place_ready w JOIN stint.task_facts f ON f.queue = w.queue AND f.id = w.id
@@ -1519,6 +1693,35 @@ AS $$
     UNION ALL
     SELECT 'a lease ends by the deadline of its attempt', r.queue, r.id, coalesce(r.extended_until, r.expires_at) || ' is after ' || r.deadline
     FROM stint.place_running r WHERE coalesce(r.extended_until, r.expires_at) > r.deadline
+    UNION ALL
+    SELECT 'a blocked task waits for something', b.queue, b.id, 'for no task and no turn'
+    FROM stint.place_blocked b
+    WHERE b.group_key IS NULL AND NOT EXISTS (SELECT FROM stint.task_dependencies d WHERE d.queue = b.queue AND d.id = b.id)
+    UNION ALL
+    SELECT 'a dependency is of a blocked task on a live one', d.queue, d.id, 'on ' || d.on_id
+    FROM stint.task_dependencies d
+    WHERE NOT EXISTS (SELECT FROM stint.place_blocked b WHERE b.queue = d.queue AND b.id = d.id)
+          OR NOT EXISTS (SELECT FROM places p WHERE p.queue = d.queue AND p.id = d.on_id
+                         UNION ALL SELECT FROM stint.follow_ups u WHERE u.queue = d.queue AND u.id = d.on_id)
+          OR d.on_failure NOT IN ('fail', 'cancel', 'run')
+    UNION ALL
+    SELECT 'one task of each strict group has its turn', g.queue, NULL, 'group "' || g.group_key || '": ' || g.turns || ' have'
+    FROM (SELECT coalesce(t.queue, m.queue) AS queue, coalesce(t.group_key, m.group_key) AS group_key, coalesce(m.turns, 0) AS turns,
+                 t.queue IS NOT NULL AS known
+          FROM stint.group_turns t
+          FULL JOIN (SELECT f.queue, f.group_key, count(*) FILTER (WHERE b.group_key IS NULL) AS turns
+                     FROM stint.task_facts f
+                     JOIN stint.queue_config q ON q.queue = f.queue AND q.strict_groups
+                     JOIN places p ON p.queue = f.queue AND p.id = f.id
+                     LEFT JOIN stint.place_blocked b ON b.queue = f.queue AND b.id = f.id
+                     WHERE f.group_key IS NOT NULL
+                     GROUP BY f.queue, f.group_key) m ON m.queue = t.queue AND m.group_key = t.group_key) g
+    WHERE (g.turns <> 1 OR NOT g.known)
+      AND NOT EXISTS (SELECT FROM stint.follow_ups u JOIN stint.task_facts f ON f.queue = u.queue AND f.id = u.id
+                      WHERE u.queue = g.queue AND f.group_key = g.group_key)
+    UNION ALL
+    SELECT 'nobody awaits an event that was emitted', s.queue, s.id, 'event "' || s.event || '"'
+    FROM stint.place_scheduled s JOIN stint.events e ON e.event = s.event AND e.emitted_at IS NOT NULL
     UNION ALL
     SELECT 'no lease is granted twice', r.queue, r.id, 'running under the lease of attempt ' || a.attempt
     FROM stint.place_running r JOIN stint.task_attempts a ON a.queue = r.queue AND a.id = r.id AND a.lease = r.lease
@@ -1699,6 +1902,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/queue/event.rs
+-- pg_stint::queue::event::await_event
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/budget/live.rs
 -- pg_stint::budget::live::budget_usage
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -1713,6 +1922,18 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* <begin connected objects> */
 -- src/changelog/reader.rs
 -- pg_stint::changelog::reader::changes
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/checkpoint.rs
+-- pg_stint::queue::checkpoint::checkpoint
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/checkpoint.rs
+-- pg_stint::queue::checkpoint::checkpoints
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -1797,6 +2018,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* <begin connected objects> */
 -- src/snapshot/tag.rs
 -- pg_stint::snapshot::tag::drop_tag
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/event.rs
+-- pg_stint::queue::event::emit
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 

@@ -139,6 +139,7 @@ class Queue:
             """SELECT p.place, p.row - 'lease' AS row FROM (
                    SELECT 'ready' AS place, queue, id, to_jsonb(w) AS row FROM stint.place_ready w
                    UNION ALL SELECT 'scheduled', queue, id, to_jsonb(s) FROM stint.place_scheduled s
+                   UNION ALL SELECT 'blocked', queue, id, to_jsonb(b) FROM stint.place_blocked b
                    UNION ALL SELECT 'running', queue, id, to_jsonb(r) FROM stint.place_running r
                    UNION ALL SELECT 'outcome', queue, id, to_jsonb(o) FROM stint.task_outcomes o) p
                WHERE p.queue = %s AND p.id = %s""",

@@ -23,6 +23,8 @@ pub enum Ended {
     Cancelled,
     /// It was given back, for another or for later.
     Released,
+    /// It gave its lease up to await an event.
+    Awaiting,
     /// Its lease ran out and was swept.
     Lapsed,
 }
@@ -35,6 +37,7 @@ impl Ended {
             "failed" => Ended::Failed,
             "cancelled" => Ended::Cancelled,
             "released" | "snoozed" => Ended::Released,
+            "awaiting" => Ended::Awaiting,
             "lapsed" => Ended::Lapsed,
             _ => return None,
         })
@@ -49,7 +52,7 @@ impl Ended {
 /// Where the task is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
-    /// Waiting in ready or scheduled; `last` is the number of its last attempt.
+    /// Waiting in ready, scheduled or blocked; `last` is the number of its last attempt.
     Waiting {
         /// The number of its last attempt.
         last: i32,
@@ -66,7 +69,7 @@ pub enum Place {
 /// What the call comes to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// The work is done although the lease had lapsed: the task leaves the queue as completed.
+    /// The work is done although the lease had lapsed, or was given up to await an event: the task leaves the queue as completed.
     Accept,
     /// Another attempt has taken over, or the queue refuses late results.
     Superseded,
@@ -91,7 +94,9 @@ pub fn late_call(call: Call, place: Place, attempt: Option<(i32, Ended)>, accept
         (Place::Finished { here: false }, _) => Verdict::AlreadyFinished,
         (_, None) => Verdict::UnknownLease,
         (Place::Waiting { last }, Some((number, Ended::Failed))) if number == last => Verdict::AlreadyFailed,
-        (Place::Waiting { last }, Some((number, Ended::Lapsed))) if number == last && call == Call::Complete && accept_late => Verdict::Accept,
+        (Place::Waiting { last }, Some((number, Ended::Lapsed | Ended::Awaiting))) if number == last && call == Call::Complete && accept_late => {
+            Verdict::Accept
+        }
         _ => Verdict::Superseded,
     };
     (verdict, usage)
@@ -109,6 +114,16 @@ mod tests {
         assert_eq!(late_call(Call::Complete, waiting, LAPSED, true), (Verdict::Accept, true));
         assert_eq!(late_call(Call::Fail, waiting, LAPSED, true), (Verdict::Superseded, true));
         assert_eq!(late_call(Call::Release, waiting, LAPSED, true), (Verdict::Superseded, true));
+    }
+
+    #[test]
+    fn who_gave_its_lease_up_to_await_an_event_may_complete_but_not_fail_the_task() {
+        let awaiting = Some((2, Ended::Awaiting));
+        assert_eq!(late_call(Call::Complete, Place::Waiting { last: 2 }, awaiting, true), (Verdict::Accept, true));
+        for call in [Call::Fail, Call::Release] {
+            assert_eq!(late_call(call, Place::Waiting { last: 2 }, awaiting, true), (Verdict::Superseded, true));
+        }
+        assert_eq!(late_call(Call::Complete, Place::Running, awaiting, true), (Verdict::Superseded, true));
     }
 
     #[test]

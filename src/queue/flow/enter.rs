@@ -1,0 +1,255 @@
+//! What a new task has to wait for: looked up and held still before the task is written.
+
+use crate::queue::config::Queue;
+use crate::queue::enqueue::Request;
+use crate::queue::late;
+use crate::shmem::waiters;
+use crate::spi::{Rows, Session, Statement, arg};
+use crate::{errors, input};
+use pgrx::prelude::*;
+use std::collections::{HashMap, HashSet};
+
+// Each keeps tasks in a place until this transaction ends, in the order in which they are given: that of their ids. They are looked up one by one, so that no plan
+// made while a table was small reads all of it. Heartbeats pass; claims and sweeps step over the rows, and whoever ends one of the tasks waits.
+static HOLD_READY: Statement = Statement::new(
+    c"select h.id
+      from unnest($2) as u (id)
+      cross join lateral (select t.id from stint.place_ready t where t.queue = $1 and t.id = u.id limit 1 for key share) as h",
+    &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
+);
+static HOLD_SCHEDULED: Statement = Statement::new(
+    c"select h.id
+      from unnest($2) as u (id)
+      cross join lateral (select t.id from stint.place_scheduled t where t.queue = $1 and t.id = u.id limit 1 for key share) as h",
+    &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
+);
+static HOLD_RUNNING: Statement = Statement::new(
+    c"select h.id
+      from unnest($2) as u (id)
+      cross join lateral (select t.id from stint.place_running t where t.queue = $1 and t.id = u.id limit 1 for key share) as h",
+    &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
+);
+static HOLD_BLOCKED: Statement = Statement::new(
+    c"select h.id
+      from unnest($2) as u (id)
+      cross join lateral (select t.id from stint.place_blocked t where t.queue = $1 and t.id = u.id limit 1 for key share) as h",
+    &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
+);
+
+static ENDED: Statement = Statement::new(
+    c"select o.id, o.outcome::text
+      from unnest($2) as u (id)
+      cross join lateral (select t.id, t.outcome from stint.task_outcomes t where t.queue = $1 and t.id = u.id limit 1) as o",
+    &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
+);
+
+static UNKNOWN: Statement = Statement::new(
+    c"select u.id
+      from unnest($2) as u (id)
+      where (select true from stint.task_facts f where f.queue = $1 and f.id = u.id limit 1) is null
+      limit 1",
+    &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
+);
+
+static TAKE_TURN: Statement = Statement::new(
+    c"insert into stint.group_turns (queue, group_key) values ($1, $2) on conflict (queue, group_key) do nothing",
+    &[pg_sys::TEXTOID, pg_sys::TEXTOID],
+);
+
+/// Keeps the turn from being handed on until this transaction ends: whoever does so then sees the task that is queued up behind it.
+static STAND_BEHIND: Statement =
+    Statement::new(c"select from stint.group_turns t where t.queue = $1 and t.group_key = $2 for key share", &[pg_sys::TEXTOID, pg_sys::TEXTOID]);
+
+static GIVE_UP_TURN: Statement =
+    Statement::new(c"delete from stint.group_turns t where t.queue = $1 and t.group_key = $2", &[pg_sys::TEXTOID, pg_sys::TEXTOID]);
+
+static DEPEND: Statement = Statement::new(
+    c"insert into stint.task_dependencies (queue, on_id, id, spot, on_failure) select $1, u.on_id, $2, u.spot, $5 from unnest($3, $4) as u (on_id, spot)",
+    &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::UUIDARRAYOID, pg_sys::INT4ARRAYOID, pg_sys::TEXTOID],
+);
+
+/// What becomes of a task when one that it depends on fails or is cancelled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnFailure {
+    /// It fails.
+    Fail,
+    /// It is cancelled.
+    Cancel,
+    /// Nothing: it runs once all have ended.
+    Run,
+}
+
+impl OnFailure {
+    /// Reads the argument, or the word kept in `task_dependencies`.
+    pub fn parse(word: &str) -> Option<Self> {
+        Some(match word {
+            "fail" => OnFailure::Fail,
+            "cancel" => OnFailure::Cancel,
+            "run" => OnFailure::Run,
+            _ => return None,
+        })
+    }
+
+    /// Reads the argument; an error that lists the words where it is none of them.
+    pub fn argument(word: &str) -> Self {
+        match Self::parse(word) {
+            Some(policy) => policy,
+            None => errors::invalid(format!("on_dependency_failure \"{word}\" is not known"), "Use 'fail', 'cancel' or 'run'."),
+        }
+    }
+
+    fn word(self) -> &'static str {
+        match self {
+            OnFailure::Fail => "fail",
+            OnFailure::Cancel => "cancel",
+            OnFailure::Run => "run",
+        }
+    }
+
+    /// The outcome of a task that does not run.
+    pub fn outcome(self) -> Option<&'static str> {
+        match self {
+            OnFailure::Fail => Some("failed"),
+            OnFailure::Cancel => Some("cancelled"),
+            OnFailure::Run => None,
+        }
+    }
+}
+
+/// Why a task ends that never ran.
+pub fn reason(on: pgrx::Uuid, outcome: &str) -> String {
+    format!("task {on}, on which it depends, {}", if outcome == "failed" { "failed" } else { "was cancelled" })
+}
+
+/// The ids of the argument `depends_on`, sorted and without repeats.
+pub fn ids(value: Option<Vec<Option<pgrx::Uuid>>>) -> Vec<pgrx::Uuid> {
+    let mut ids: Vec<pgrx::Uuid> = Vec::new();
+    for id in value.unwrap_or_default() {
+        ids.push(input::given("depends_on", id));
+    }
+    sort(&mut ids);
+    input::batch_size("depends_on", ids.len());
+    ids
+}
+
+fn sort(ids: &mut Vec<pgrx::Uuid>) {
+    ids.sort_unstable_by_key(|id| *id.as_bytes());
+    ids.dedup_by_key(|id| *id.as_bytes());
+}
+
+/// What the tasks about to be written wait for, as it stays until they are.
+#[derive(Default)]
+pub struct Gate {
+    /// The outcome of each dependency that has ended.
+    ended: HashMap<[u8; 16], String>,
+    /// Groups that had no live task: the first task written has the turn.
+    free: HashSet<String>,
+}
+
+/// Holds everything that the requests wait for, in the one order of locks.
+pub fn hold<'a>(session: &Session, name: &str, queue: &Queue, requests: impl Iterator<Item = &'a Request> + Clone) -> Gate {
+    let mut gate = Gate::default();
+    let mut wanted: Vec<pgrx::Uuid> = requests.clone().flat_map(|request| &request.depends_on).copied().collect();
+    sort(&mut wanted);
+    let mut groups: Vec<&str> = if queue.strict_groups { requests.filter_map(|request| request.group_key.as_deref()).collect() } else { Vec::new() };
+    groups.sort_unstable();
+    groups.dedup();
+
+    if wanted.is_empty() && groups.is_empty() {
+        return gate;
+    }
+    let mut joined = false;
+    let mut ready = 0;
+    // A task that moves between two looks is met in the next round, by then out of the order of locks: that takes several moves of one task within a call.
+    late::decide(|| {
+        for (place, statement) in [&HOLD_READY, &HOLD_SCHEDULED, &HOLD_RUNNING].into_iter().enumerate() {
+            let held = take(session, name, statement, &mut wanted);
+            ready += if place == 0 { held.len() } else { 0 };
+        }
+        let over = take(session, name, &ENDED, &mut wanted);
+        gate.ended.extend((0..over.len()).map(|at| (*over.must::<pgrx::Uuid>(at, 1).as_bytes(), over.must(at, 2))));
+        if !joined {
+            gate.free = groups.iter().filter(|key| take_turn(session, name, key)).map(|key| key.to_string()).collect();
+            joined = true;
+        }
+        take(session, name, &HOLD_BLOCKED, &mut wanted);
+        if wanted.is_empty() {
+            return Some(());
+        }
+        let unknown = session.run(&UNKNOWN, &[arg(name), arg(wanted.clone())]);
+        if !unknown.is_empty() {
+            late::unknown_task(name, unknown.must(0, 1));
+        }
+        None
+    });
+    if ready > 0 {
+        // Claims step over what is held; however this ends, somebody shall look again.
+        waiters::taken(queue.number, ready);
+        waiters::ready(queue.number, ready);
+    }
+    gate
+}
+
+/// Runs a statement that finds some of the `wanted` tasks, and strikes those from the list.
+fn take(session: &Session, name: &str, statement: &Statement, wanted: &mut Vec<pgrx::Uuid>) -> Rows {
+    let rows = session.run(statement, &[arg(name), arg(wanted.clone())]);
+    if !rows.is_empty() {
+        let found: HashSet<[u8; 16]> = (0..rows.len()).map(|at| *rows.must::<pgrx::Uuid>(at, 1).as_bytes()).collect();
+        wanted.retain(|id| !found.contains(id.as_bytes()));
+    }
+    rows
+}
+
+/// Takes the turn of a group that has no live task; false where one has it, which then keeps it until this transaction ends.
+fn take_turn(session: &Session, name: &str, key: &str) -> bool {
+    let params = [arg(name), arg(key)];
+    late::decide(|| {
+        if !session.run(&TAKE_TURN, &params).is_empty() {
+            return Some(true);
+        }
+        (!session.run(&STAND_BEHIND, &params).is_empty()).then_some(false)
+    })
+}
+
+impl Gate {
+    /// How a task ends that cannot run any more, since one it depends on failed or was cancelled.
+    pub fn doom(&self, request: &Request) -> Option<(&'static str, String)> {
+        let outcome = request.on_dependency_failure.outcome()?;
+        request.depends_on.iter().find_map(|on| {
+            let ended = self.ended.get(on.as_bytes()).filter(|ended| *ended != "completed")?;
+            Some((outcome, reason(*on, ended)))
+        })
+    }
+
+    /// The dependencies of a task that have not ended.
+    pub fn open(&self, request: &Request) -> Vec<pgrx::Uuid> {
+        request.depends_on.iter().filter(|on| !self.ended.contains_key(on.as_bytes())).copied().collect()
+    }
+
+    /// Whether the task being written has the turn of its group.
+    pub fn take_turn(&mut self, key: &str) -> bool {
+        self.free.remove(key)
+    }
+
+    /// Lets go of turns that no task took.
+    pub fn leave(self, session: &Session, name: &str) {
+        for key in &self.free {
+            session.run(&GIVE_UP_TURN, &[arg(name), arg(key.as_str())]);
+        }
+    }
+}
+
+/// Writes what a blocked task depends on.
+pub fn depend(session: &Session, name: &str, id: pgrx::Uuid, on: Vec<pgrx::Uuid>, policy: OnFailure) {
+    if on.is_empty() {
+        return;
+    }
+    let spots: Vec<i32> = on.iter().map(spot).collect();
+    session.run(&DEPEND, &[arg(name), arg(id), arg(on), arg(spots), arg(policy.word())]);
+}
+
+/// The last 32 bits of a UUIDv7 are random.
+fn spot(id: &pgrx::Uuid) -> i32 {
+    let bytes = id.as_bytes();
+    i32::from_be_bytes([bytes[12], bytes[13], bytes[14], bytes[15]])
+}
