@@ -76,6 +76,11 @@ impl Window {
             self.slots[index(self.newest)] = all;
             return;
         }
+        self.move_on(now);
+    }
+
+    /// Moves on to `now` with the length it has.
+    fn move_on(&mut self, now: i64) {
         let current = now.div_euclid(self.width);
         let passed = current.saturating_sub(self.newest);
         if passed >= KEPT as i64 {
@@ -99,6 +104,19 @@ impl Window {
         *slot = slot.plus(spent);
     }
 
+    /// Adds to the slot of the instant `at`, moving on to it where it is later than all that is remembered. A window of no length remembers nothing.
+    pub fn charge_at(&mut self, at: i64, spent: Spent) {
+        if self.width == 0 || spent == Spent::default() {
+            return;
+        }
+        self.move_on(at);
+        let slot = at.div_euclid(self.width);
+        if slot > self.newest - KEPT as i64 {
+            let slot = &mut self.slots[index(slot)];
+            *slot = slot.plus(spent);
+        }
+    }
+
     /// Takes back from the slot of the instant `at`, if it is still remembered and has so much.
     pub fn refund(&mut self, at: i64, spent: Spent) {
         if self.width == 0 {
@@ -114,11 +132,15 @@ impl Window {
     /// Adds what was spent at an instant in the past, if it is still in the window: for rebuilding. Older instants first.
     pub fn remember(&mut self, length: i64, at: i64, spent: Spent) {
         self.advance(length, at);
-        let slot = at.div_euclid(self.width);
-        if slot > self.newest - KEPT as i64 {
-            let slot = &mut self.slots[index(slot)];
-            *slot = slot.plus(spent);
-        }
+        self.charge_at(at, spent);
+    }
+
+    /// The instant at which the oldest of what is remembered will be forgotten; `None` where nothing is.
+    pub fn next(&self) -> Option<i64> {
+        (0..KEPT as i64)
+            .rev()
+            .find(|age| self.slots[index(self.newest - age)] != Spent::default())
+            .map(|age| (self.newest - age + KEPT as i64).saturating_mul(self.width))
     }
 
     /// The instant at which, if nothing more is spent, `fits` will hold for what is remembered then; `None` if it will not even for nothing.
