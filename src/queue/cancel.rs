@@ -3,13 +3,16 @@
 use super::config;
 use super::late;
 use super::store::{self, Outcome};
+use crate::input;
+use crate::shmem::{self, heads};
 use crate::spi::{self, Statement, arg};
 use crate::values::Instant;
-use crate::{input, shmem};
 use pgrx::prelude::*;
 
-static FROM_READY: Statement =
-    Statement::new(c"delete from stint.place_ready w where w.queue = $1 and w.id = $2 returning w.attempt", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
+static FROM_READY: Statement = Statement::new(
+    c"delete from stint.place_ready w where w.queue = $1 and w.id = $2 returning w.attempt, w.lane",
+    &[pg_sys::TEXTOID, pg_sys::UUIDOID],
+);
 
 static FROM_SCHEDULED: Statement =
     Statement::new(c"delete from stint.place_scheduled s where s.queue = $1 and s.id = $2 returning s.attempt", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
@@ -47,6 +50,8 @@ fn cancel(
             let mut waited = session.run(&FROM_READY, &key);
             if waited.is_empty() {
                 waited = session.run(&FROM_SCHEDULED, &key);
+            } else {
+                heads::stir(shmem::Instance::here(), waited.must(0, 2));
             }
             if !waited.is_empty() {
                 let outcome = Outcome { outcome: "cancelled", attempt: waited.must(0, 1), lease: None, error: reason, result: None };

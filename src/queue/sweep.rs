@@ -4,7 +4,7 @@
 use super::store::{self, Attempt, Outcome, Ticket};
 use super::usage::Usage;
 use super::{config, finish, lines};
-use crate::budget::live;
+use crate::budget::live::Held;
 use crate::shmem::{self, heads};
 use crate::spi::{self, Statement, arg};
 use crate::values::Instant;
@@ -62,14 +62,15 @@ fn sweep_lapsed(max: usize) -> Swept {
             };
             let worker: String = rows.must(at, 11);
             let (run_id, trace_id): (Option<String>, Option<String>) = (rows.get(at, 16), rows.get(at, 17));
-            let attempt = Attempt { id: ticket.id, attempt: ticket.attempt, lease: rows.must(at, 3), started_at: rows.must(at, 10), worker: &worker };
+            let held = Held::new(rows.get(at, 14), rows.get(at, 15));
+            let (lease, started_at) = (rows.must(at, 3), rows.must(at, 10));
+            let attempt = Attempt { id: ticket.id, attempt: ticket.attempt, lease, started_at, worker: &worker, held: held.as_ref() };
             let usage = Usage::default().or_known(run_id.as_deref(), trace_id.as_deref());
             store::attempt(session, &name, &attempt, "lapsed", now, Some(LAPSE), &usage);
             swept.lapsed += 1;
             let again = ready.entry(name.clone()).or_default();
             // A queue whose settings are gone (deleted by hand) still gets its tasks back.
             let queue = config::lookup(session, &name);
-            live::release(queue.as_ref().map_or(0, |queue| queue.number), rows.get(at, 14), rows.get(at, 15));
             let max_attempts = queue.map_or(i32::MAX, |queue| finish::max_attempts(session, &name, &queue, ticket.id));
             let reason: Option<String> = rows.get(at, 13);
             if rows.must(at, 12) {

@@ -11,6 +11,20 @@ const KEPT: usize = SLOTS + 1;
 /// Money in millionths of the currency that costs are reported in.
 pub const MICRO: i64 = 1_000_000;
 
+/// The most that one amount of money counts, in millionths: sums of it stay far from overflow.
+pub const MOST: i64 = 1_000_000_000_000_000_000;
+
+/// An amount of money of at least zero, written in decimal digits, in millionths, rounded up.
+pub fn micros(amount: &str) -> i64 {
+    let (whole, fraction) = amount.split_once('.').unwrap_or((amount, ""));
+    let digits = |text: &str| text.bytes().try_fold(0i64, |sum, digit| sum.checked_mul(10)?.checked_add(i64::from(digit.saturating_sub(b'0'))));
+    let Some(whole) = digits(whole).and_then(|whole| whole.checked_mul(MICRO)) else { return MOST };
+    let (kept, rest) = fraction.split_at_checked(6).unwrap_or((fraction, ""));
+    let kept = digits(kept).unwrap_or(0) * 10i64.pow(6u32.saturating_sub(kept.len() as u32));
+    let more = i64::from(rest.bytes().any(|digit| digit != b'0'));
+    whole.saturating_add(kept + more).min(MOST)
+}
+
 /// Something spent, or a limit on it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -171,6 +185,25 @@ mod tests {
 
     fn one() -> Spent {
         Spent { requests: 1, tokens: 10, cost: 0 }
+    }
+
+    #[test]
+    fn money_is_counted_in_millionths_and_rounded_up() {
+        for (text, expected) in [
+            ("0", 0),
+            ("1", MICRO),
+            ("0.50", 500_000),
+            ("0.0000001", 1),
+            ("0.1234560000", 123_456),
+            ("0.1234560001", 123_457),
+            ("12.3", 12_300_000),
+            ("999999999999999999999", MOST),
+            ("99999999999999.5", MOST),
+            ("1000000000000.1", MOST),
+            ("999999999999.999999", MOST - 1),
+        ] {
+            assert_eq!(micros(text), expected, "{text}");
+        }
     }
 
     #[test]
