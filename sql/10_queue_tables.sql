@@ -32,9 +32,9 @@ CREATE TABLE stint.budget_config (
     per             interval,
     default_tokens  bigint,
     max_cost        numeric,
-    input_weight    real NOT NULL DEFAULT 1,
-    cached_weight   real NOT NULL DEFAULT 1,
-    output_weight   real NOT NULL DEFAULT 1,
+    input_weight    double precision NOT NULL DEFAULT 1,
+    cached_weight   double precision NOT NULL DEFAULT 1,
+    output_weight   double precision NOT NULL DEFAULT 1,
     throttled_until timestamptz,
     created_at      timestamptz NOT NULL DEFAULT clock_timestamp()
 );

@@ -37,14 +37,14 @@ CREATE FUNCTION stint.create_budget(
     per interval DEFAULT NULL,
     default_tokens bigint DEFAULT NULL,
     max_cost numeric DEFAULT NULL,
-    input_weight real DEFAULT 1,
-    cached_weight real DEFAULT 1,
-    output_weight real DEFAULT 1
+    input_weight double precision DEFAULT 1,
+    cached_weight double precision DEFAULT 1,
+    output_weight double precision DEFAULT 1
 ) RETURNS void
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'create_budget_wrapper';
-REVOKE ALL ON FUNCTION stint.create_budget(text, int, bigint, bigint, bigint, interval, bigint, numeric, real, real, real) FROM PUBLIC;
-COMMENT ON FUNCTION stint.create_budget(text, int, bigint, bigint, bigint, interval, bigint, numeric, real, real, real) IS
+REVOKE ALL ON FUNCTION stint.create_budget(text, int, bigint, bigint, bigint, interval, bigint, numeric, double precision, double precision, double precision) FROM PUBLIC;
+COMMENT ON FUNCTION stint.create_budget(text, int, bigint, bigint, bigint, interval, bigint, numeric, double precision, double precision, double precision) IS
 'Makes a budget: a limit that tasks draw on, their queue''s budgets and their own together. All must have room for a task to be claimed, decided in one step.
 Give at least one limit. max_running: most tasks running at once; 0 closes the budget. max_tokens: most predicted tokens of running tasks together.
 per: a window of time; in no span of its length are more than max_requests attempts begun or more than max_window_tokens tokens admitted. An attempt is charged its prediction when it
@@ -63,15 +63,15 @@ CREATE FUNCTION stint.alter_budget(
     per interval DEFAULT NULL,
     default_tokens bigint DEFAULT NULL,
     max_cost numeric DEFAULT NULL,
-    input_weight real DEFAULT NULL,
-    cached_weight real DEFAULT NULL,
-    output_weight real DEFAULT NULL,
+    input_weight double precision DEFAULT NULL,
+    cached_weight double precision DEFAULT NULL,
+    output_weight double precision DEFAULT NULL,
     unset text[] DEFAULT NULL
 ) RETURNS void
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'alter_budget_wrapper';
-REVOKE ALL ON FUNCTION stint.alter_budget(text, int, bigint, bigint, bigint, interval, bigint, numeric, real, real, real, text[]) FROM PUBLIC;
-COMMENT ON FUNCTION stint.alter_budget(text, int, bigint, bigint, bigint, interval, bigint, numeric, real, real, real, text[]) IS
+REVOKE ALL ON FUNCTION stint.alter_budget(text, int, bigint, bigint, bigint, interval, bigint, numeric, double precision, double precision, double precision, text[]) FROM PUBLIC;
+COMMENT ON FUNCTION stint.alter_budget(text, int, bigint, bigint, bigint, interval, bigint, numeric, double precision, double precision, double precision, text[]) IS
 'Changes limits of a budget that is in use, from the commit on: running work goes on, and nothing starts until there is room under the new limits. What is null stays as it is.
 unset: names of limits to remove, such as ''{max_tokens,default_tokens}''. A task that can then never run is held, and stint.explain says so.
 A changed per is filled from the attempts of that time before the next claim.

@@ -61,9 +61,9 @@ fn alter_budget(
     per: Option<RawInterval>,
     default_tokens: Option<i64>,
     max_cost: Option<RawNumeric>,
-    input_weight: Option<f32>,
-    cached_weight: Option<f32>,
-    output_weight: Option<f32>,
+    input_weight: Option<f64>,
+    cached_weight: Option<f64>,
+    output_weight: Option<f64>,
     unset: Option<Vec<Option<String>>>,
 ) {
     shmem::required();

@@ -27,9 +27,9 @@ fn create_budget(
     per: Option<RawInterval>,
     default_tokens: Option<i64>,
     max_cost: Option<RawNumeric>,
-    input_weight: Option<f32>,
-    cached_weight: Option<f32>,
-    output_weight: Option<f32>,
+    input_weight: Option<f64>,
+    cached_weight: Option<f64>,
+    output_weight: Option<f64>,
 ) {
     shmem::required();
     let name = input::name("name", name);

@@ -15,9 +15,9 @@ pub static TYPES: [pg_sys::Oid; 11] = [
     pg_sys::INTERVALOID,
     pg_sys::INT8OID,
     pg_sys::NUMERICOID,
-    pg_sys::FLOAT4OID,
-    pg_sys::FLOAT4OID,
-    pg_sys::FLOAT4OID,
+    pg_sys::FLOAT8OID,
+    pg_sys::FLOAT8OID,
+    pg_sys::FLOAT8OID,
     pg_sys::TEXTOID,
 ];
 
@@ -47,11 +47,11 @@ pub struct Settings {
     /// Most money within the window.
     pub max_cost: Option<RawNumeric>,
     /// What a token read counts.
-    pub input_weight: Option<f32>,
+    pub input_weight: Option<f64>,
     /// What a cached one counts.
-    pub cached_weight: Option<f32>,
+    pub cached_weight: Option<f64>,
     /// What a token written counts.
-    pub output_weight: Option<f32>,
+    pub output_weight: Option<f64>,
 }
 
 impl Settings {
@@ -139,7 +139,7 @@ impl Settings {
         }
         for (name, weight) in [("input_weight", self.input_weight), ("cached_weight", self.cached_weight), ("output_weight", self.output_weight)] {
             if let Some(weight) = weight {
-                input::number(name, f64::from(weight), 0.0, HEAVIEST);
+                input::number(name, weight, 0.0, HEAVIEST);
             }
         }
     }

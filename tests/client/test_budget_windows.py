@@ -314,9 +314,9 @@ def test_nothing_starts_while_the_money_of_the_window_is_spent(conn):
     make(conn, max_cost="0.30")
     queue = Queue(conn, budgets=["b"])
     queue.fill(4)
-    queue.complete(queue.one(), model_cost="0.2999995")
+    queue.complete(queue.one(), model_cost="0.299999")
     task = queue.one()
-    queue.complete(task, compute_cost="0.0000001")
+    queue.complete(task, compute_cost="0.0000011")
     assert queue.claim() == []
     [waits] = rows(conn, "SELECT id FROM stint.place_ready ORDER BY seq LIMIT 1")
     assert '0.300001 of 0.3 spent within the last 3600.0 s' in explain(conn, waits.id)

@@ -51,11 +51,11 @@ impl State {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Weights {
     /// A token read that was not cached.
-    pub input: f32,
+    pub input: f64,
     /// A token read that the provider had cached.
-    pub cached: f32,
+    pub cached: f64,
     /// A token written.
-    pub output: f32,
+    pub output: f64,
 }
 
 impl Default for Weights {
@@ -78,8 +78,8 @@ impl Weights {
 }
 
 /// Weights are written in decimal: 0.1 means 0.1 and not the binary fraction nearest to it.
-fn weighted(weight: f32, tokens: i64) -> f64 {
-    let millionths = (f64::from(weight) * 1e6).round();
+fn weighted(weight: f64, tokens: i64) -> f64 {
+    let millionths = (weight * 1e6).round();
     millionths * tokens as f64 / 1e6
 }
 
