@@ -76,7 +76,7 @@ pub fn invalid(message: impl Into<String>, hint: impl Into<String>) -> ! {
 
 /// A limit set by a setting was passed.
 pub fn over_limit(message: impl Into<String>, setting: &str) -> ! {
-    Fault::new(PgSqlErrorCode::ERRCODE_PROGRAM_LIMIT_EXCEEDED, message).hint(format!("Send less, or raise the setting {setting}.")).raise()
+    Fault::new(PgSqlErrorCode::ERRCODE_PROGRAM_LIMIT_EXCEEDED, message).hint(format!("Ask for less, or raise the setting {setting}.")).raise()
 }
 
 /// No such object; `similar` is the nearest name there is.

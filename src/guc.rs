@@ -75,7 +75,7 @@ pub fn init() {
     );
     GucRegistry::define_int_guc(
         c"stint.max_wait",
-        c"Longest a claim or a poll may wait in the server.",
+        c"Longest a claim may wait in the server.",
         c"A longer wait is refused; call again instead.",
         &MAX_WAIT_S,
         1,

@@ -100,15 +100,47 @@ impl Drop for Session {
 struct GenericPlans {
     cache_mode: i32,
     jit: bool,
+    seqscan: bool,
+    bitmapscan: bool,
+    own: bool,
+}
+
+thread_local! {
+    /// Whether a statement of a verb on our own tables is being run.
+    static OWN: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether the row at hand is written by a verb, which settles in shared memory what follows from it.
+pub fn in_own_statement() -> bool {
+    OWN.get()
+}
+
+/// Which tables a statement is on.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum On {
+    /// Ours: every condition has its index, and the plan must not hang on what the statistics said of a table that was empty when it was first made.
+    OurTables,
+    /// A user's.
+    UsersTable,
 }
 
 impl GenericPlans {
-    fn set() -> Self {
+    fn set(on: On) -> Self {
         // SAFETY: plain variables of this backend.
         unsafe {
-            let before = GenericPlans { cache_mode: pg_sys::plan_cache_mode, jit: pg_sys::jit_enabled };
+            let before = GenericPlans {
+                cache_mode: pg_sys::plan_cache_mode,
+                jit: pg_sys::jit_enabled,
+                seqscan: pg_sys::enable_seqscan,
+                bitmapscan: pg_sys::enable_bitmapscan,
+                own: OWN.replace(on == On::OurTables),
+            };
             pg_sys::plan_cache_mode = pg_sys::PlanCacheMode::PLAN_CACHE_MODE_FORCE_GENERIC_PLAN as i32;
             pg_sys::jit_enabled = false;
+            if on == On::OurTables {
+                pg_sys::enable_seqscan = false;
+                pg_sys::enable_bitmapscan = false;
+            }
             before
         }
     }
@@ -120,7 +152,10 @@ impl Drop for GenericPlans {
         unsafe {
             pg_sys::plan_cache_mode = self.cache_mode;
             pg_sys::jit_enabled = self.jit;
+            pg_sys::enable_seqscan = self.seqscan;
+            pg_sys::enable_bitmapscan = self.bitmapscan;
         }
+        OWN.set(self.own);
     }
 }
 
@@ -137,18 +172,18 @@ fn execute_latest(plan: pg_sys::SPIPlanPtr, values: *mut pg_sys::Datum, nulls: *
 impl Session {
     /// Runs a kept statement to its end.
     pub fn run(&self, statement: &Statement, params: &[Param]) -> Rows {
-        self.execute(statement.plan(), statement.types.len(), params)
+        self.execute(statement.plan(), statement.types.len(), On::OurTables, params)
     }
 
     /// Runs a statement prepared at run time to its end.
     pub fn run_prepared(&self, statement: &Prepared, params: &[Param]) -> Rows {
-        self.execute(statement.plan, statement.args, params)
+        self.execute(statement.plan, statement.args, On::UsersTable, params)
     }
 
     /// Runs a kept statement that only reads, with the snapshot of the query that called us: for a STABLE function, whose answer must fit the rows that the
     /// rest of its query sees.
     pub fn read(&self, statement: &Statement, params: &[Param]) -> Rows {
-        self.execute_with(statement.plan(), statement.types.len(), params, |plan, values, nulls| {
+        self.execute_with(statement.plan(), statement.types.len(), On::OurTables, params, |plan, values, nulls| {
             // SAFETY: as `execute_with` promises.
             unsafe { pg_sys::SPI_execute_plan(plan, values, nulls, true, 0) }
         })
@@ -156,16 +191,16 @@ impl Session {
 
     /// Runs a kept statement with what is committed now, also under REPEATABLE READ: for looking again after a lock was got.
     pub fn run_latest(&self, statement: &Statement, params: &[Param]) -> Rows {
-        self.execute_with(statement.plan(), statement.types.len(), params, execute_latest)
+        self.execute_with(statement.plan(), statement.types.len(), On::OurTables, params, execute_latest)
     }
 
     /// As [`Session::run_latest`] for a statement prepared at run time.
     pub fn run_prepared_latest(&self, statement: &Prepared, params: &[Param]) -> Rows {
-        self.execute_with(statement.plan, statement.args, params, execute_latest)
+        self.execute_with(statement.plan, statement.args, On::UsersTable, params, execute_latest)
     }
 
-    fn execute(&self, plan: pg_sys::SPIPlanPtr, args: usize, params: &[Param]) -> Rows {
-        self.execute_with(plan, args, params, |plan, values, nulls| {
+    fn execute(&self, plan: pg_sys::SPIPlanPtr, args: usize, on: On, params: &[Param]) -> Rows {
+        self.execute_with(plan, args, on, params, |plan, values, nulls| {
             // SAFETY: as `execute_with` promises.
             unsafe { pg_sys::SPI_execute_plan(plan, values, nulls, false, 0) }
         })
@@ -176,6 +211,7 @@ impl Session {
         &self,
         plan: pg_sys::SPIPlanPtr,
         args: usize,
+        on: On,
         params: &[Param],
         call: impl FnOnce(pg_sys::SPIPlanPtr, *mut pg_sys::Datum, *const std::os::raw::c_char) -> i32,
     ) -> Rows {
@@ -184,7 +220,7 @@ impl Session {
         }
         let mut values: Vec<pg_sys::Datum> = params.iter().map(|p| p.unwrap_or(pg_sys::Datum::from(0usize))).collect();
         let nulls: Vec<std::os::raw::c_char> = params.iter().map(|p| if p.is_some() { b' ' } else { b'n' } as std::os::raw::c_char).collect();
-        let generic = GenericPlans::set();
+        let generic = GenericPlans::set(on);
         let code = call(plan, values.as_mut_ptr(), nulls.as_ptr());
         if code < 0 {
             errors::internal(&format!("SPI_execute_plan answered {code}"));

@@ -218,7 +218,7 @@ fn load(session: &Session, instance: Instance, windows: bool) -> Vec<i32> {
     drifted
 }
 
-/// Makes sure that the live usage has been derived since the server started, before the first budgeted claim is answered.
+/// Makes sure that the live usage has been derived since the server started or rows came by other ways than the verbs, before a budgeted claim is answered.
 pub fn ensure_loaded(session: &Session, instance: Instance) {
     let unloads = budgets::unloads(shmem::required());
     if SEEN.get() == Some((instance, unloads)) {

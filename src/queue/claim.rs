@@ -5,6 +5,7 @@
 //! for what it may take in one step in shared memory, and only then touches rows. docs/locks.md says which locks it takes.
 
 use super::config::{self, Front, Lane, Queue};
+use super::horizon;
 use super::lines;
 use super::store::{self, Ticket};
 use crate::budget::live;
@@ -47,10 +48,11 @@ static FIRST: Statement = Statement::new(
     &[pg_sys::TEXTOID, pg_sys::INT4ARRAYOID, pg_sys::INT4ARRAYOID, pg_sys::INT8ARRAYOID, pg_sys::INT8OID],
 );
 
+/// Looked up one by one: with `id = any ($2)` a plan made while the table was small reads all tasks of the queue, for as long as it is kept.
 static FACTS: Statement = Statement::new(
     c"select f.id, f.payload, f.labels, f.agent::text, f.enqueued_at, (extract(epoch from f.lease_for) * 1e6)::bigint
-      from stint.task_facts f
-      where f.queue = $1 and f.id = any ($2)",
+      from unnest($2) as w (id)
+      cross join lateral (select * from stint.task_facts t where t.queue = $1 and t.id = w.id limit 1) as f",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 
@@ -167,15 +169,37 @@ fn open_lanes<'a>(queue: &'a Queue, states: &[State], now: Instant) -> Vec<(&'a 
 }
 
 fn take_budgeted(session: &Session, name: &str, queue: &Queue, max: usize) -> Vec<Taken> {
+    live::ensure_loaded(session, Instance::here());
+    let (mut all, mut passed) = (Vec::new(), Vec::new());
+    // What stood first in a lane may be held by another session: the claim then turns to the other lanes, instead of going away empty past tasks that wait there.
+    while all.len() < max {
+        let (taken, short) = take_round(session, name, queue, &passed, max - all.len());
+        all.extend(taken);
+        if short.is_empty() {
+            break;
+        }
+        passed.extend(short);
+    }
+    sort(&mut all);
+    if !all.is_empty() {
+        // What one ended attempt gave back may be room for more than one task: each claim that found some sends the next waiter to look.
+        waiters::ready(queue.number, 1);
+    }
+    all
+}
+
+/// Takes what now stands first in the lanes that are open and not yet passed, and names the lanes that yielded less than they showed.
+fn take_round(session: &Session, name: &str, queue: &Queue, passed: &[i32], max: usize) -> (Vec<Taken>, Vec<i32>) {
     let instance = Instance::here();
-    live::ensure_loaded(session, instance);
     let shared = shmem::required();
+    let nothing = (Vec::new(), Vec::new());
     let now = Instant::now();
-    let open = open_lanes(queue, &glance(queue, now), now);
+    let mut open = open_lanes(queue, &glance(queue, now), now);
+    open.retain(|(lane, _)| !passed.contains(&lane.lane));
     let heads: Vec<(usize, Head)> =
         open.iter().enumerate().flat_map(|(at, (lane, _))| lines::heads(session, name, lane.lane).into_iter().map(move |head| (at, head))).collect();
     if heads.is_empty() {
-        return Vec::new();
+        return nothing;
     }
     let lanes: Vec<i32> = heads.iter().map(|(at, _)| open[*at].0.lane).collect();
     let priorities: Vec<i32> = heads.iter().map(|(_, head)| head.priority).collect();
@@ -192,7 +216,7 @@ fn take_budgeted(session: &Session, name: &str, queue: &Queue, max: usize) -> Ve
         }
     }
     if candidates.is_empty() {
-        return Vec::new();
+        return nothing;
     }
     live::enter();
 
@@ -214,7 +238,7 @@ fn take_budgeted(session: &Session, name: &str, queue: &Queue, max: usize) -> Ve
     // The rows a lane yields may be others than those seen at its head, since another session may hold these: what they cost is settled row by row.
     let mut promised: Vec<Vec<Candidate>> = vec![Vec::new(); open.len()];
     admitted.iter().for_each(|index| promised[candidates[*index].lane].push(candidates[*index]));
-    let mut all = Vec::with_capacity(admitted.len());
+    let (mut all, mut short) = (Vec::with_capacity(admitted.len()), Vec::new());
     for (at, (lane, _)) in open.iter().enumerate().filter(|(at, _)| !promised[*at].is_empty()) {
         let rows = take_lane(session, name, lane.lane, promised[at].len());
         shmem::heads::stir(instance, lane.lane);
@@ -227,18 +251,16 @@ fn take_budgeted(session: &Session, name: &str, queue: &Queue, max: usize) -> Ve
         let (kept, began) = shmem::budgets::reserve(shared, instance, &wanted, Some((promised_at.0, &given)), |states, now| {
             admit(states, &limits, &[every], &waiting, waiting.len(), now).len()
         });
+        if kept < promised[at].len() {
+            short.push(lane.lane);
+        }
         let mut rows = rows.into_iter();
         all.extend(rows.by_ref().take(kept).map(|row| Taken { began: Some(began), ..row }));
         for row in rows {
             store::back_to_ready(session, name, &row.ticket, row.seq);
         }
     }
-    sort(&mut all);
-    if !all.is_empty() {
-        // What one ended attempt gave back may be room for more than one task: each claim that found some sends the next waiter to look.
-        waiters::ready(queue.number, 1);
-    }
-    all
+    (all, short)
 }
 
 /// Remembers, of each lane that was not emptied, the first task that found no room.
@@ -329,7 +351,7 @@ fn try_claim(name: &str, queue: &Queue, worker: &str, max: usize, lease_for: Opt
 }
 
 /// Claims, sleeping in the server until something is there or the wait is over.
-fn wait_and_claim(name: &str, worker: &str, max: usize, lease_for: Option<i64>, wait: i64) -> Vec<Claimed> {
+fn wait_and_claim(name: &str, worker: &str, max: usize, lease_for: Option<i64>, wait: i64, fcinfo: pg_sys::FunctionCallInfo) -> Vec<Claimed> {
     // SAFETY: reads this transaction's isolation level.
     if unsafe { pg_sys::XactIsoLevel } >= pg_sys::XACT_REPEATABLE_READ as i32 {
         Fault::new(PgSqlErrorCode::ERRCODE_ACTIVE_SQL_TRANSACTION, "claim cannot wait in a transaction that keeps one snapshot")
@@ -346,6 +368,10 @@ fn wait_and_claim(name: &str, worker: &str, max: usize, lease_for: Option<i64>, 
         if !claimed.is_empty() || left <= 0 {
             return claimed;
         }
+        // A try may have taken a transaction id, with rows that it had to put back.
+        if horizon::may_let_go(fcinfo) {
+            horizon::let_go();
+        }
         waiter.sleep(left);
     }
 }
@@ -358,6 +384,7 @@ fn claim(
     max: Option<i32>,
     lease_for: Option<RawInterval>,
     wait: Option<RawInterval>,
+    fcinfo: pg_sys::FunctionCallInfo,
 ) -> TableIterator<
     'static,
     (
@@ -383,7 +410,7 @@ fn claim(
     let wait = wait.map_or(0, |wait| input::duration("wait", wait, 0, guc::max_wait_s(), "stint.max_wait"));
     let _owner = spi::Identity::owner();
     let claimed = if wait > 0 {
-        wait_and_claim(name, worker, max, lease_for, wait)
+        wait_and_claim(name, worker, max, lease_for, wait, fcinfo)
     } else {
         let queue = spi::connect(|session| config::find(session, name));
         try_claim(name, &queue, worker, max, lease_for)

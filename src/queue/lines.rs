@@ -50,10 +50,11 @@ pub fn heads(session: &Session, name: &str, lane: i32) -> Vec<Head> {
         heads::rise(shared, instance, lane, line.generation, &found, false);
         return found.into_iter().filter(|head| head.at != NOTHING).collect();
     }
+    let may_rise = heads::may_rise(shared);
     let rows = session.run(&PRIORITIES, &[arg(name), arg(lane)]);
     // A priority that stands in the entry but has no rows must not stay at a head of its own making: it ends with NOTHING.
     let mut found: Vec<Head> = (0..rows.len()).map(|at| Head { priority: rows.must(at, 1), at: 0 }).collect();
-    if heads::may_rise(shared) {
+    if may_rise {
         let gone = line.heads.iter().filter(|known| !found.iter().any(|head| head.priority == known.priority));
         let all: Vec<Head> = found.iter().copied().chain(gone.map(|known| Head { at: NOTHING, ..*known })).collect();
         heads::rise(shared, instance, lane, line.generation, &all, true);
@@ -96,9 +97,10 @@ pub fn first_instant(session: &Session, line: i32, first: &Statement) -> Option<
         return None;
     }
     let from = if known.complete { from } else { i64::MIN };
+    let may_rise = heads::may_rise(shared);
     let row = session.run(first, &[arg(Instant(from))]);
     let at = row.get::<Instant>(0, 1).map(|instant| instant.0);
-    if heads::may_rise(shared) {
+    if may_rise {
         let head = Head { priority: 0, at: at.unwrap_or(NOTHING) };
         heads::rise(shared, instance, line, known.generation, &[head], true);
     }
@@ -134,5 +136,27 @@ pub fn step() -> bool {
 #[pg_extern(sql = false)]
 fn rescan() {
     shmem::required();
-    heads::rescan(Instance::here());
+    heads::rescan(Instance::here(), false);
+}
+
+/// The record that tells PostgreSQL how a hand-written C function is called.
+static CALLED_BY_V1: pg_sys::Pg_finfo_record = pg_sys::Pg_finfo_record { api_version: 1 };
+
+/// See [`placed_wrapper`].
+#[unsafe(no_mangle)]
+pub extern "C" fn pg_finfo_placed_wrapper() -> &'static pg_sys::Pg_finfo_record {
+    &CALLED_BY_V1
+}
+
+/// `stint.placed`, the statement trigger of the places. By hand, because it fires at every claim and must cost next to nothing there.
+///
+/// # Safety
+/// Called by PostgreSQL only.
+#[unsafe(no_mangle)]
+#[pg_guard]
+pub unsafe extern "C-unwind" fn placed_wrapper(_fcinfo: pg_sys::FunctionCallInfo) -> pg_sys::Datum {
+    if !spi::in_own_statement() && shmem::get().is_some() {
+        heads::rescan(Instance::here(), true);
+    }
+    pg_sys::Datum::from(0usize)
 }

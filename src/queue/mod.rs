@@ -8,6 +8,7 @@ pub mod enqueue;
 pub mod enqueue_many;
 pub mod explain;
 pub mod finish;
+pub mod horizon;
 pub mod keys;
 pub mod late;
 pub mod lease;

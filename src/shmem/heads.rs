@@ -115,11 +115,19 @@ pub struct Lower {
     head: Head,
 }
 
+/// A wish to have an instance's lines looked at from the beginning.
+#[derive(Clone, Copy)]
+pub struct Rescan {
+    instance: Instance,
+    /// Whether running rows came by other ways than the verbs, so that the live usage of budgets must be derived anew.
+    usage: bool,
+}
+
 thread_local! {
     /// The lines to lower at commit.
     pub static PENDING: Pending<Lower> = const { Pending::new() };
     /// Instances this transaction has asked to look from the beginning.
-    pub static RESCANS: Pending<Instance> = const { Pending::new() };
+    pub static RESCANS: Pending<Rescan> = const { Pending::new() };
 }
 
 /// Runs `work` on the line's entry under the lock; `None` where the table has no room for it.
@@ -177,7 +185,7 @@ pub enum Glimpse {
 /// Looks at a line without a lock, this transaction's own rows considered.
 pub fn glimpse(instance: Instance, lane: i32, handle: &Handle) -> Glimpse {
     let own = PENDING.with(|p| p.any(|own| own.lane == lane && own.instance == instance));
-    if own || RESCANS.with(|p| p.any(|asked| *asked == instance)) {
+    if own || RESCANS.with(|p| p.any(|asked| asked.instance == instance)) {
         return Glimpse::Unknown;
     }
     let key = Key { instance, lane };
@@ -211,7 +219,7 @@ pub struct Line {
 
 /// Where the live rows of a line begin, this transaction's own included.
 pub fn look(shared: &super::Shared, instance: Instance, lane: i32) -> Line {
-    if RESCANS.with(|p| p.any(|asked| *asked == instance)) {
+    if RESCANS.with(|p| p.any(|asked| asked.instance == instance)) {
         return Line { generation: 0, complete: false, taken: 0, heads: Vec::new() };
     }
     let mut heads: Vec<Head> = Vec::with_capacity(PRIORITIES * 2);
@@ -322,14 +330,21 @@ pub fn stir(instance: Instance, lane: i32) {
 }
 
 /// Has this transaction look from the beginning, and everybody once it commits.
-pub fn rescan(instance: Instance) {
-    RESCANS.with(|p| p.push(instance));
+pub fn rescan(instance: Instance, usage: bool) {
+    RESCANS.with(|p| {
+        if !p.any_here(|asked| asked.instance == instance && asked.usage >= usage) {
+            p.push(Rescan { instance, usage });
+        }
+    });
 }
 
 /// At commit of a transaction that asked for it.
-pub fn rescanned(instance: &Instance) {
+pub fn rescanned(asked: &Rescan) {
     if let Some(shared) = super::get() {
-        forget(shared, *instance);
+        forget(shared, asked.instance);
+        if asked.usage {
+            super::budgets::unload(shared, asked.instance);
+        }
     }
 }
 

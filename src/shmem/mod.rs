@@ -36,8 +36,10 @@ pub enum Lock {
     Workers = 2,
     /// Guards the heads.
     Heads = 3,
+    /// Guards the giving of places to waiters.
+    Waiters = 4,
 }
-const LOCKS: i32 = 4;
+const LOCKS: i32 = 5;
 const TRANCHE: &std::ffi::CStr = c"pg_stint";
 
 static SHARED: AtomicPtr<Shared> = AtomicPtr::new(null_mut());

@@ -110,6 +110,8 @@ pub fn install(session: &Session, relation: &Relation) {
              EXECUTE on stint.images_after, stint.image and stint.image_row."
         ))
     ));
+    // So that DROP EXTENSION leaves no function behind that cannot work, and that stands in the way of the next create_state.
+    session.execute_once(&format!("ALTER FUNCTION {function}(text, bigint) DEPENDS ON EXTENSION pg_stint"));
     session.execute_once(&format!("ALTER FUNCTION {function}(text, bigint) OWNER TO {}", owner_name(relation)));
 }
 

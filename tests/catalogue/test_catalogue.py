@@ -1,5 +1,9 @@
 """What must hold for every object of the extension, read from the system catalogue: new ones are covered by being there."""
 
+import importlib.machinery
+import pathlib
+import types
+
 import psycopg
 import pytest
 
@@ -96,7 +100,8 @@ def test_every_function_pins_its_search_path(installed):
     """Verbs act with the owner's rights, so an operator that the caller's search_path finds first would, too.
 
     The body of an SQL-standard function is bound when it is created and needs no pin. The two that make and read a row's image run nothing but the types' own
-    input and output functions, with the caller's rights, once for each row: a pin would cost them more than their work.
+    input and output functions, with the caller's rights, once for each row: a pin would cost them more than their work. So it would for
+    the trigger of the places, which runs no SQL at every claim.
     """
     assert_none(
         installed,
@@ -104,7 +109,7 @@ def test_every_function_pins_its_search_path(installed):
         SELECT name
         FROM ({FUNCTIONS}) f
         WHERE f.prosqlbody IS NULL
-          AND name NOT IN ('stint.image("any")', 'stint.image_row(anyelement,text[])')
+          AND name NOT IN ('stint.image("any")', 'stint.image_row(anyelement,text[])', 'stint.placed()')
           AND NOT coalesce('search_path=pg_catalog, pg_temp' = ANY (f.proconfig), false)
         """,
     )
@@ -256,3 +261,12 @@ def test_a_schema_made_by_somebody_else_is_not_adopted(server):
                 connection.execute("CREATE EXTENSION pg_stint")
     finally:
         server.drop_database("squatted")
+
+
+def test_the_reference_is_what_the_comments_say(installed):
+    """docs/reference.md is made by scripts/reference; after a change: scripts/server run -- scripts/reference > docs/reference.md."""
+    root = pathlib.Path(__file__).resolve().parents[2]
+    loader = importlib.machinery.SourceFileLoader("reference", str(root / "scripts/reference"))
+    module = types.ModuleType(loader.name)
+    loader.exec_module(module)
+    assert (root / "docs/reference.md").read_text() == module.reference(installed)

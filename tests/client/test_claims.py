@@ -234,6 +234,32 @@ def test_held_tasks_do_not_slow_the_claim_of_those_behind_them(conn):
     assert best(queue) < 2 * best(alone) + 0.2
 
 
+def test_a_claim_reads_no_more_after_many_tasks_done_in_its_session_and_under_an_old_snapshot(conn, connect):
+    """What a session planned while the tables were empty it keeps, and an old snapshot lets nothing be cleaned up."""
+    queue = Queue(conn)
+    for table in "task_facts", "place_ready", "place_running", "task_attempts", "task_outcomes":
+        conn.execute(f"ALTER TABLE stint.{table} SET (autovacuum_enabled = off)")
+    old = connect(autocommit=False)
+    old.execute("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT 1")
+
+    def pages():
+        counts = []
+        for _ in range(9):
+            queue.enqueue()
+            counts.append(value(conn, "EXPLAIN (ANALYZE, BUFFERS, FORMAT json) SELECT * FROM stint.claim(%s, 'w')", queue.name)[0]["Plan"])
+        return sorted(plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] for plan in counts)[4]
+
+    pages()
+    at_first = pages()
+    for _ in range(20):
+        queue.fill(1000)
+        conn.execute(
+            "SELECT count(*) FROM stint.claim(%(q)s, 'w', max => 1000) c CROSS JOIN LATERAL stint.complete(%(q)s, c.id, c.lease)",
+            {"q": queue.name},
+        )
+    assert pages() <= 3 * at_first + 5
+
+
 def test_settings_of_another_transaction_are_seen_at_the_next_call(conn, connect):
     """Each session keeps what it knows of a queue; a committed change reaches all of them, an aborted one none."""
     queue = Queue(conn)

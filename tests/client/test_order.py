@@ -99,7 +99,7 @@ def test_tasks_become_ready_in_the_order_of_their_times(conn):
         queue.enqueue(str(n), delay=delay)
     queue.enqueue("9", delay="1 hour", priority=1)
     with conn.transaction():
-        conn.execute("UPDATE stint.place_scheduled SET run_at = run_at - interval '2 hours'")
+        conn.execute("UPDATE stint.place_scheduled SET run_at = run_at - interval '2 hours'; SELECT stint.rescan()")
         call(conn, "rescan")
         assert [call(conn, "promote", max=2)[0][0] for _ in range(3)] == [2, 2, 1]
     assert payloads(queue.claim(9)) == [9, 1, 3, 2, 0]

@@ -9,6 +9,16 @@ The ordering of items is not stable, it is driven by a dependency graph.
 /* <begin connected objects> */
 -- src/lib.rs
 -- bootstrap
+-- Names and errors are text that the library reads as UTF-8; in another encoding the first accented letter would fail, in the middle of a day's work.
+DO $$
+BEGIN
+    IF pg_catalog.current_setting('server_encoding') OPERATOR(pg_catalog.<>) 'UTF8' THEN
+        RAISE EXCEPTION 'pg_stint needs a database in UTF8, this one is in %', pg_catalog.current_setting('server_encoding')
+            USING ERRCODE = 'feature_not_supported', HINT = 'Create the database with ENCODING ''UTF8'' TEMPLATE template0.';
+    END IF;
+END
+$$;
+
 -- The schema, made plainly: a schema of that name that somebody else made beforehand must stop the installation, not be adopted.
 CREATE SCHEMA stint;
 COMMENT ON SCHEMA stint IS 'pg_stint: the queue and the state of agent work';
@@ -236,6 +246,16 @@ CREATE TABLE stint.task_keys (
 );
 CREATE INDEX task_keys_expiry ON stint.task_keys (kept_until);
 COMMENT ON TABLE stint.task_keys IS 'Idempotency keys: at most one task for each queue and key while the key is kept';
+
+-- Rows that come by other ways than the verbs, above all from a dump, are unknown to what shared memory holds of the places; verbs pass by.
+CREATE FUNCTION stint.placed() RETURNS trigger
+    LANGUAGE c AS 'MODULE_PATHNAME', 'placed_wrapper';
+COMMENT ON FUNCTION stint.placed() IS
+'Trigger of the tables of places: when rows come from a dump or by hand, claims, sweeps and promotions look from the beginning again and budgets are added up anew.';
+REVOKE ALL ON FUNCTION stint.placed() FROM PUBLIC;
+CREATE TRIGGER placed BEFORE INSERT ON stint.place_ready EXECUTE FUNCTION stint.placed();
+CREATE TRIGGER placed BEFORE INSERT ON stint.place_scheduled EXECUTE FUNCTION stint.placed();
+CREATE TRIGGER placed BEFORE INSERT ON stint.place_running EXECUTE FUNCTION stint.placed();
 
 -- Everything a dump must carry. One statement each: the catalogue row changes with every call.
 SELECT pg_catalog.pg_extension_config_dump('stint.queue_config', '');

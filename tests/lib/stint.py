@@ -107,6 +107,7 @@ class Queue:
             " expires_at = clock_timestamp() - interval '1 s', extended_until = NULL WHERE queue = %s AND id = %s",
             (self.name, task.id),
         )
+        call(self.conn, "rescan")
 
     def lapse(self, task):
         """Makes the lease run out and sweeps."""
