@@ -184,7 +184,11 @@ fn read(session: &Session, name: &str) -> Option<Queue> {
     let lanes = lane_budgets
         .into_iter()
         .map(|(lane, own)| {
-            let draws = (0..budgets.len()).filter(|at| own.contains(&budgets[*at].number) || own_budgets.contains(&budgets[*at].number)).collect();
+            // Budgets stand by number; those of a thousand lanes are found by it.
+            let places = own.iter().chain(&own_budgets).filter_map(|number| budgets.binary_search_by_key(number, |budget| budget.number).ok());
+            let mut draws: Vec<usize> = places.collect();
+            draws.sort_unstable();
+            draws.dedup();
             Lane { lane, own, draws, line: heads::Handle::default(), front: Cell::new(None) }
         })
         .collect();

@@ -492,13 +492,13 @@ def test_a_task_behind_one_that_was_cancelled_or_taken_is_found_at_once(conn, co
         assert [task.id for task in queue.claim(9)] == [tiny]
 
 
-def test_a_claim_looks_only_at_lanes_with_room(conn):
+@pytest.mark.parametrize("limit", ["max_running => 1", "max_tokens => 100", "max_requests => 1, per => '1 hour'", "max_window_tokens => 100, per => '1 hour'"])
+def test_a_claim_looks_only_at_lanes_with_room(conn, limit):
     """Of 200 lanes with 20 tasks each before the one with room, a claim reads none."""
-    for n in range(200):
-        conn.execute("SELECT stint.create_budget(%s, max_running => 1)", (f"b{n}",))
+    conn.execute(f"SELECT stint.create_budget('b' || n, {limit}) FROM generate_series(0, 199) n")
     queue = Queue(conn)
     conn.execute(
-        "SELECT stint.enqueue('q', '{}', budgets => array['b' || b], priority => 9) FROM generate_series(0, 199) b, generate_series(1, 21)"
+        "SELECT stint.enqueue('q', '{}', tokens => 60, budgets => array['b' || b], priority => 9) FROM generate_series(0, 199) b, generate_series(1, 21)"
     )
     assert len(queue.claim(200)) == 200 and queue.claim(200) == []
     call(conn, "create_budget", name="room", max_running=1000)
