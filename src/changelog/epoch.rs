@@ -1,8 +1,9 @@
 //! Epochs: transaction ids mean something in the database they were given out in. A restored or cloned database has the changelog of another one, so nothing
 //! is captured, ticked or pinned there until `stint.activate()` closes that epoch and opens its own; what there is stays readable.
 
-use super::tick;
+use crate::accounting::roll_up;
 use crate::errors::Fault;
+use crate::object_lock::{self, Lock};
 use crate::spi::{Identity, Session, Statement, arg, connect};
 use pgrx::prelude::*;
 
@@ -67,7 +68,8 @@ fn activate() -> i32 {
     crate::shmem::required();
     connect(|session| {
         let _owner = Identity::owner();
-        tick::lock(false);
+        object_lock::take(Lock::Ticks, false);
+        roll_up::activate(session);
         match current(session) {
             Some((_, false)) => {
                 session.run(&CLOSE, &[]);
