@@ -22,15 +22,15 @@ static KEY: Statement = Statement::new(
 static TAKE_BACK: Statement = Statement::new(
     c"delete from stint.task_outcomes o
       where o.queue = $1 and o.id = $2 and o.outcome in ('failed', 'cancelled')
-      returning o.outcome::text, o.attempt, o.lease, o.finished_at, o.error",
+      returning o.outcome::text, o.attempt, o.lease, o.finished_at, o.error, o.incarnation, o.xact",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID],
 );
 
 static FORGIVE: Statement = Statement::new(c"delete from stint.follow_ups u where u.queue = $1 and u.id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
 
 static RECORD: Statement = Statement::new(
-    c"insert into stint.task_retries (queue, id, retry, retried_at, outcome, attempt, lease, finished_at, error)
-      select $1, $2, coalesce(max(t.retry), 0) + 1, $3, $4, $5, $6, $7, $8
+    c"insert into stint.task_retries (queue, id, retry, retried_at, outcome, attempt, lease, finished_at, error, outcome_incarnation, outcome_xact)
+      select $1, $2, coalesce(max(t.retry), 0) + 1, $3, $4, $5, $6, $7, $8, $9, $10
       from stint.task_retries t
       where t.queue = $1 and t.id = $2",
     &[
@@ -42,6 +42,8 @@ static RECORD: Statement = Statement::new(
         pg_sys::UUIDOID,
         pg_sys::TIMESTAMPTZOID,
         pg_sys::TEXTOID,
+        pg_sys::INT4OID,
+        pg_sys::XID8OID,
     ],
 );
 
@@ -101,6 +103,8 @@ fn retry_one(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, now: 
             arg(row.get::<pgrx::Uuid>(0, 3)),
             arg(row.get::<Instant>(0, 4)),
             arg(row.get::<String>(0, 5)),
+            row.lift(0, 6),
+            row.lift(0, 7),
         ],
     );
     let facts = session.run(&FACTS, &[arg(name), arg(id)]);

@@ -3,7 +3,7 @@
 //! the log and in `stint.maintenance`, and the others go on.
 
 use super::doorbells;
-use crate::{budget, changelog, queue};
+use crate::{accounting, budget, changelog, queue};
 
 /// When a step runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -37,5 +37,6 @@ pub const STEPS: &[Step] = &[
     Step { name: "expire keys", when: When::Round, run: queue::keys::step },
     Step { name: "tick", when: When::RoundAndBell, run: changelog::tick::step },
     Step { name: "trim consumers", when: When::Round, run: changelog::consumer::step },
+    Step { name: "roll up", when: When::Round, run: accounting::roll_up::step },
     Step { name: "doorbells", when: When::Bell, run: doorbells::step },
 ];
