@@ -204,7 +204,7 @@ CREATE VIEW stint.stuck AS
 SELECT r.queue, r.id, s.problem, r.worker, f.agent, r.attempt, r.started_at, r.heartbeat_at,
        coalesce(r.extended_until, r.expires_at) AS expires_at, r.deadline, r.run_id, r.trace_id
 FROM stint.place_running r
-JOIN stint.task_facts f ON f.queue = r.queue AND f.id = r.id
+JOIN stint.task_facts f ON f.queue = r.queue AND f.id = r.id AND get_byte(uuid_send(f.id), 15) = get_byte(uuid_send(r.id), 15)
 CROSS JOIN LATERAL (
     SELECT CASE WHEN r.deadline <= n.at THEN 'past max_run_time'
                 WHEN coalesce(r.extended_until, r.expires_at) <= n.at THEN 'lapsed'

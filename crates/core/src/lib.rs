@@ -3,6 +3,7 @@
 pub mod backoff;
 pub mod budget;
 pub mod cron;
+pub mod history;
 pub mod ids;
 pub mod names;
 pub mod snapshot;
