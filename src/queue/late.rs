@@ -4,6 +4,7 @@ use super::config::Queue;
 use super::store::{self, Outcome};
 use super::usage::Usage;
 use crate::errors::Fault;
+use crate::shmem::{self, heads};
 use crate::spi::{Session, Statement, arg};
 use crate::values::{Instant, RawJsonb};
 use pgrx::prelude::*;
@@ -31,7 +32,7 @@ static LOOK: Statement = Statement::new(
 );
 
 static LEAVE_READY: Statement = Statement::new(
-    c"delete from stint.place_ready w where w.queue = $1 and w.id = $2 and w.attempt = $3",
+    c"delete from stint.place_ready w where w.queue = $1 and w.id = $2 and w.attempt = $3 returning w.lane",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID],
 );
 
@@ -130,7 +131,10 @@ pub fn call(session: &Session, late: &Late) -> Option<Answer> {
     if verdict == Verdict::Accept {
         let number = waiting?;
         let key = [arg(late.name), arg(late.id), arg(number)];
-        if session.run(&LEAVE_READY, &key).is_empty() && session.run(&LEAVE_SCHEDULED, &key).is_empty() {
+        let left = session.run(&LEAVE_READY, &key);
+        if !left.is_empty() {
+            heads::stir(shmem::Instance::here(), left.must(0, 1));
+        } else if session.run(&LEAVE_SCHEDULED, &key).is_empty() {
             return None;
         }
         let outcome = Outcome { outcome: "completed", attempt: number, lease: Some(late.lease), error: None, result: late.result };
