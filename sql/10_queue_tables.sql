@@ -21,8 +21,8 @@ CREATE TABLE stint.queue_config (
     paused          boolean NOT NULL,
     strict_groups   boolean NOT NULL,
     history_retention interval,
-    history_archive text NOT NULL CHECK (history_archive IN ('drop', 'detach')),
-    history_class   smallint NOT NULL,
+    history_archive text NOT NULL DEFAULT 'drop' CHECK (history_archive IN ('drop', 'detach')),
+    history_class   smallint NOT NULL DEFAULT 0,
     comment         text,
     created_at      timestamptz NOT NULL DEFAULT clock_timestamp()
 );

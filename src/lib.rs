@@ -6,6 +6,7 @@ mod budget;
 mod changelog;
 mod errors;
 mod guc;
+mod history;
 mod input;
 mod queue;
 mod relation;
@@ -35,7 +36,8 @@ extension_sql_file!("../sql/40_state.sql", name = "state", requires = ["queue_op
 extension_sql_file!("../sql/50_changelog.sql", name = "changelog", requires = ["state"]);
 extension_sql_file!("../sql/55_snapshot.sql", name = "snapshot", requires = ["changelog"]);
 extension_sql_file!("../sql/70_worker.sql", name = "worker", requires = ["snapshot"]);
-extension_sql_file!("../sql/80_check.sql", name = "check", requires = ["worker"]);
+extension_sql_file!("../sql/75_history.sql", name = "history", requires = ["worker"]);
+extension_sql_file!("../sql/80_check.sql", name = "check", requires = ["history"]);
 extension_sql_file!("../sql/90_doctor.sql", name = "doctor", requires = ["check"]);
 
 /// Settings always; shared memory, callbacks and the launcher only while the server starts, since they cannot be had later.

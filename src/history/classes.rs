@@ -8,9 +8,14 @@ use crate::values::{RawInterval, SECOND};
 use pgrx::prelude::*;
 use stint_core::history::{CLASSES_EACH, FOR_EVER, first_class, width_ms};
 
-static SETTINGS: Statement = Statement::new(
-    c"select q.history_retention, q.history_archive, q.history_class::int from stint.queue_config q where q.queue = $1",
-    &[pg_sys::TEXTOID],
+/// Null keeps what is there; a retention of zero takes it away.
+static CHANGE: Statement = Statement::new(
+    c"update stint.queue_config q
+      set history_retention = nullif(coalesce($2, q.history_retention), interval '0'),
+          history_archive = coalesce($3, q.history_archive)
+      where q.queue = $1
+      returning q.history_retention, q.history_archive, q.history_class::int",
+    &[pg_sys::TEXTOID, pg_sys::INTERVALOID, pg_sys::TEXTOID],
 );
 
 static SET: Statement =
@@ -56,9 +61,12 @@ pub fn check(retention: Option<RawInterval>, archive: Option<&str>, or_none: boo
     }
 }
 
-/// Gives a queue the class of the retention it was just given.
-pub fn settle(session: &Session, queue: &str) {
-    let row = session.run_latest(&SETTINGS, &[arg(queue)]);
+/// Gives a queue a retention, or another archive, and the class that follows.
+pub fn change(session: &Session, queue: &str, retention: Option<RawInterval>, archive: Option<&str>) {
+    if retention.is_none() && archive.is_none() {
+        return;
+    }
+    let row = session.run(&CHANGE, &[arg(queue), arg(retention), arg(archive)]);
     let archive: String = row.must(0, 2);
     let class = match row.get::<RawInterval>(0, 1) {
         None => i32::from(FOR_EVER),

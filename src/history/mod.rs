@@ -22,7 +22,7 @@ use pgrx::prelude::*;
 use std::cell::RefCell;
 use std::ffi::CString;
 use std::rc::Rc;
-use stint_core::history::{Leaf, PARTS};
+use stint_core::history::{FOR_EVER, Leaf, PARTS};
 
 /// How many plans a statement keeps: those of the leaves it was used on last.
 const PLANS: usize = 16;
@@ -201,7 +201,7 @@ fn ms(now: Instant) -> i64 {
 /// The name of the partition that an id belongs to, where it is over and not there any more: what it held may have been removed.
 pub fn removed(session: &Session, id: pgrx::Uuid) -> Option<String> {
     let version_7 = id.as_bytes()[6] >> 4 == 7;
-    let leaf = Leaf::of(id.as_bytes()).filter(|leaf| version_7 && leaf.ends_ms() <= ms(Instant::now()))?;
+    let leaf = Leaf::of(id.as_bytes()).filter(|leaf| version_7 && leaf.class != FOR_EVER && leaf.ends_ms() <= ms(Instant::now()))?;
     (!hold(session, leaf)).then(|| format!("stint.{}_{}", PARTS[0], leaf.suffix()))
 }
 
