@@ -28,7 +28,7 @@ held_up: more than a quarter of its tasks must be kept still. postponed: a lock 
 of yours depends on it (a WARNING says what); it is tried again. Does nothing in a copy that was not activated. Use in FROM.';
 
 CREATE VIEW stint.history AS
-SELECT h.class, h.retention, h.archive, p.partition, p.starts_at, p.starts_at + h.width AS ends_at, p.starts_at + h.width + h.retention AS expires_at, p.attached, p.bytes
+SELECT h.class AS retention_class, h.retention, h.archive, p.partition, p.starts_at, p.starts_at + h.width AS ends_at, p.starts_at + h.width + h.retention AS expires_at, p.attached, p.bytes
 FROM stint.history_classes h
 JOIN (SELECT (m.part)[1]::smallint AS class, c.relname::text COLLATE "C" AS partition, c.relispartition AS attached,
              make_timestamptz((m.part)[2]::int, (m.part)[3]::int, (m.part)[4]::int, coalesce((m.part)[5], '0')::int, 0, 0, 'UTC') AS starts_at,

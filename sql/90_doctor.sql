@@ -100,7 +100,7 @@ findings (number, "check", ok, detail, remedy, advice) AS (
            'The maintenance worker makes them; an enqueue that finds none makes it itself, which takes some milliseconds. SELECT * FROM stint.maintain_history() makes them now.', NULL
       FROM server s
      CROSS JOIN stint.history_classes c
-      LEFT JOIN (SELECT p.class, max(p.starts_at) AS latest FROM stint.history p WHERE p.attached GROUP BY p.class) h ON h.class = c.class
+      LEFT JOIN (SELECT p.retention_class, max(p.starts_at) AS latest FROM stint.history p WHERE p.attached GROUP BY 1) h ON h.retention_class = c.class
      WHERE NOT s.standby AND EXISTS (SELECT FROM stint.queue_config q WHERE q.history_class = c.class AND q.created_at < s.now - s.patience)
     UNION ALL
     SELECT 125, 'history retention keeps up', count(*) = 0,

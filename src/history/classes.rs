@@ -41,7 +41,8 @@ static MAKE: Statement = Statement::new(
 const ONE_MAKER: &str = "lock table stint.history_classes in share row exclusive mode";
 
 const LEAST: i64 = 3600 * SECOND;
-const MOST: i64 = 100 * 366 * 86_400 * SECOND;
+/// A hundred years, as durations are counted here: of 12 months of 30 days.
+const MOST: i64 = 100 * 360 * 86_400 * SECOND;
 
 /// Checks a retention; where `or_none` is, zero takes it away.
 pub fn check(retention: Option<RawInterval>, archive: Option<&str>, or_none: bool) {

@@ -86,17 +86,23 @@ fn lock(session: &Session, names: &[String], mode: &str) {
     session.execute_once(&format!("lock table only {} in {mode} mode", names.join(", only ")));
 }
 
-/// Takes a detached table out of the way, under the first name that is free there.
+/// Takes a detached table out of the way. Where the archive has one of its name, from before it was compacted, it gets the next number, and its indexes with it.
 fn archive(session: &Session, table: &str) {
     session.execute_once(&format!("create schema if not exists {ARCHIVE}"));
     let taken = Prepared::new("select to_regclass($1) is not null", &[pg_sys::TEXTOID]);
-    let free = (1..).map(|n| if n == 1 { table.to_string() } else { format!("{table}_{n}") });
-    let name = free.into_iter().find(|name| !session.run_own(&taken, &[arg(format!("{ARCHIVE}.{name}"))]).must::<bool>(0, 1));
-    let name = name.unwrap_or_else(|| table.to_string());
-    if name != table {
-        session.execute_once(&format!("alter table stint.{table} rename to {name}"));
+    let free = |ending: &String| !session.run_own(&taken, &[arg(format!("{ARCHIVE}.{table}{ending}"))]).must::<bool>(0, 1);
+    let ending = (1..).map(|n| if n == 1 { String::new() } else { format!("_{n}") }).find(free).unwrap_or_default();
+    if !ending.is_empty() {
+        let indexes = Prepared::new("select i.indexrelid::regclass::text from pg_catalog.pg_index i where i.indrelid = $1::regclass", &[pg_sys::TEXTOID]);
+        let indexes = session.run_own(&indexes, &[arg(format!("stint.{table}"))]);
+        for at in 0..indexes.len() {
+            let index: String = indexes.must(at, 1);
+            let name = index.rsplit('.').next().unwrap_or(&index);
+            session.execute_once(&format!("alter index {index} rename to {name}{ending}"));
+        }
+        session.execute_once(&format!("alter table stint.{table} rename to {table}{ending}"));
     }
-    session.execute_once(&format!("alter table stint.{name} set schema {ARCHIVE}"));
+    session.execute_once(&format!("alter table stint.{table}{ending} set schema {ARCHIVE}"));
 }
 
 /// Does what is to be done with a leaf all of whose tasks were enqueued longer than their retention ago. Call it in a savepoint: it may end in an error, above all that a lock was not
