@@ -108,7 +108,7 @@ pub fn init() {
     GucRegistry::define_int_guc(
         c"stint.history_lock_timeout",
         c"Longest the upkeep of history partitions waits for a lock.",
-        c"What it does not get in this time it tries again later; others wait behind it no longer than this.",
+        c"What it does not get in this time it tries again later; others wait behind it no longer than this. Keep it below deadlock_timeout.",
         &HISTORY_LOCK_MS,
         1,
         60_000,

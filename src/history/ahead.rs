@@ -77,6 +77,10 @@ pub fn make(now: Instant) -> Made {
             return (Vec::new(), Vec::new());
         }
         let rows = session.run(&CLASSES, &[]);
+        // While a dump is restored there is no queue until all its tables are in their places.
+        if rows.is_empty() {
+            return (Vec::new(), Vec::new());
+        }
         let wanted: Vec<Leaf> = (0..rows.len())
             .filter_map(|at| Leaf::at(u8::try_from(rows.must::<i32>(at, 1)).ok()?, ms(now)))
             .flat_map(|leaf| [leaf, leaf.next()])

@@ -62,11 +62,9 @@ pub fn check(retention: Option<RawInterval>, archive: Option<&str>, or_none: boo
     }
 }
 
-/// Gives a queue a retention, or another archive, and the class that follows.
+/// Gives a queue a retention and an archive, where they are given, and the class that follows. The partition that its next task goes to is made at once, so that it commits
+/// with the setting: sessions that enqueue first need not wait for each other.
 pub fn change(session: &Session, queue: &str, retention: Option<RawInterval>, archive: Option<&str>) {
-    if retention.is_none() && archive.is_none() {
-        return;
-    }
     let row = session.run(&CHANGE, &[arg(queue), arg(retention), arg(archive)]);
     let archive: String = row.must(0, 2);
     let class = match row.get::<RawInterval>(0, 1) {
@@ -80,6 +78,7 @@ pub fn change(session: &Session, queue: &str, retention: Option<RawInterval>, ar
     if class != row.must::<i32>(0, 3) {
         session.run(&SET, &[arg(queue), arg(class)]);
     }
+    super::prepare(session, u8::try_from(class).unwrap_or(FOR_EVER));
 }
 
 fn class_of(session: &Session, retention: RawInterval, archive: &str) -> i32 {

@@ -126,6 +126,13 @@ fn hold_or_make(session: &Session, leaf: Leaf) {
     }
 }
 
+/// Sees to it that a class has the leaf of now.
+fn prepare(session: &Session, class: u8) {
+    if let Some(leaf) = Leaf::at(class, ms(Instant::now())) {
+        hold_or_make(session, leaf);
+    }
+}
+
 fn leaf_to_write(id: pgrx::Uuid) -> Leaf {
     match Leaf::of(id.as_bytes()) {
         Some(leaf) => leaf,
@@ -208,7 +215,7 @@ pub fn removed(session: &Session, id: pgrx::Uuid) -> Option<String> {
 /// See the SQL COMMENT of stint.history_partition.
 #[pg_extern(sql = false)]
 fn history_partition(id: Option<pgrx::Uuid>) -> Option<String> {
-    Leaf::of(id?.as_bytes()).map(|leaf| format!("{}_{}", PARTS[0], leaf.suffix()))
+    Leaf::of(crate::input::given("id", id).as_bytes()).map(|leaf| format!("{}_{}", PARTS[0], leaf.suffix()))
 }
 
 /// See the SQL COMMENT of stint.create_history_partition.

@@ -49,6 +49,8 @@ static LET_GO_UNUSED: Statement = Statement::new(
 const EVERY: i64 = 10 * SECOND;
 /// How long it leaves one alone that could not be locked.
 const AGAIN: i64 = 5 * SECOND;
+/// One that somebody reads in an old snapshot, or in a query of this session.
+const LATER: i64 = 60 * SECOND;
 /// And one that still holds much that must be kept, or that something stands in the way of.
 const MUCH_LATER: i64 = 600 * SECOND;
 
@@ -110,7 +112,7 @@ fn round(now: Instant, aside: impl Fn(&Leaf) -> bool) -> Round {
             let _settings = ahead::impatient();
             match expire::expire(leaf, cutoff, detach) {
                 // What was begun must not stay.
-                Done::TooRecent => Fault::new(PgSqlErrorCode::ERRCODE_LOCK_NOT_AVAILABLE, "a snapshot is open that does not see all of the partition").raise(),
+                Done::TooRecent => Fault::new(PgSqlErrorCode::ERRCODE_OBJECT_IN_USE, "a snapshot is open that does not see all of the partition").raise(),
                 done => done,
             }
         });
@@ -124,6 +126,7 @@ fn round(now: Instant, aside: impl Fn(&Leaf) -> bool) -> Round {
                 break;
             }
             Err((PgSqlErrorCode::ERRCODE_LOCK_NOT_AVAILABLE, _)) => (&mut round.postponed, Some(AGAIN)),
+            Err((PgSqlErrorCode::ERRCODE_OBJECT_IN_USE, _)) => (&mut round.postponed, Some(LATER)),
             Err((code, why)) => {
                 ereport!(PgLogLevel::WARNING, code, format!("pg_stint: history partition stint.{}_{} could not be removed", PARTS[0], leaf.suffix()), why);
                 (&mut round.postponed, Some(MUCH_LATER))

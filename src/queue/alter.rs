@@ -84,7 +84,9 @@ fn alter_queue(
     spi::connect(|session| {
         let queue = config::find(session, name);
         session.run(&UPDATE, &settings.params(session));
-        classes::change(session, name, history_retention, history_archive);
+        if history_retention.is_some() || history_archive.is_some() {
+            classes::change(session, name, history_retention, history_archive);
+        }
         generation::changed();
         wake(&queue);
     });

@@ -75,13 +75,21 @@ def test_a_partition_made_in_a_savepoint_goes_with_it_and_is_made_again(queue, c
 
 def test_a_partition_missing_while_the_same_query_reads_history_is_made_too(queue):
     """PostgreSQL lets nobody change a table that a query of the session is reading: the new partition is attached a moment later."""
-    drop_partitions(queue)
     other = Queue(queue.conn, "other", history_retention="7 days")
+    drop_partitions(queue)
     first = queue.enqueue()
     made = value(queue.conn, "SELECT stint.enqueue('other', to_jsonb(t.id)) FROM stint.tasks t WHERE t.queue = 'q'")
     assert other.one().id == made
     maintain(queue.conn)
     assert {task.id for task in rows(queue.conn, "SELECT id FROM stint.tasks")} == {first, made}
+
+
+def test_every_partition_has_its_key(queue):
+    keys = """SELECT DISTINCT substring(c.relname FROM '^task_[a-z]+') AS part, pg_get_indexdef(i.indexrelid) ~ 'UNIQUE', substring(pg_get_indexdef(i.indexrelid) FROM '\\(.*')
+              FROM pg_class c LEFT JOIN pg_index i ON i.indrelid = c.oid AND i.indisprimary
+              WHERE c.relkind = 'r' AND c.relname ~ '^task_[a-z]+_c[0-9]+_[0-9]+$' ORDER BY 1"""
+    assert [tuple(row) for row in queue.conn.execute(keys).fetchall()] == [
+        ("task_attempts", True, "(queue, id, attempt)"), ("task_facts", True, "(queue, id)"), ("task_outcomes", True, "(queue, id)")]  # fmt: skip
 
 
 # Retention
