@@ -60,7 +60,8 @@ COMMENT ON TABLE stint.lanes IS 'The lines tasks wait in: one for each queue and
 -- in each class by time, which are the first bytes of the id; so the id alone says the partition, and a query that has an id looks into one partition of each class,
 -- or into one at all where it compares the class, get_byte(uuid_send(id), 15), too. The partitions of a class, stint.task_facts_c1, and of a period,
 -- stint.task_facts_c1_20260131, are made at run time (src/history), so they are no members of the extension and a dump carries them as ordinary tables. Their
--- keys are their own: an id belongs to one partition, so what is unique there is unique. There is no default partition.
+-- keys and indexes are their own (src/history/make.rs): an id belongs to one partition, so what is unique there is unique. An index of the tables here would be in the way of a
+-- restore: CREATE EXTENSION makes it before the partitions are attached, which then get theirs before the dump makes them. There is no default partition.
 
 CREATE TABLE stint.history_classes (
     class           smallint PRIMARY KEY,
@@ -185,8 +186,6 @@ CREATE TABLE stint.task_attempts (
     reserved        bigint[],
     charged         bigint[]
 ) PARTITION BY LIST (get_byte(uuid_send(id), 15));
--- Read once after a start, to rebuild the budgets' windows; as small as an index on rows that come in the order of time can be.
-CREATE INDEX task_attempts_ended ON stint.task_attempts USING brin (ended_at);
 COMMENT ON TABLE stint.task_attempts IS 'Every ended attempt, with how it ended, the usage its callback reported, and what it reserved and was charged of each budget; insert-only';
 
 -- Usage that came after the attempt had ended: a lapsed worker's callback. The key makes it once.

@@ -34,7 +34,7 @@ JOIN (SELECT (m.part)[1]::smallint AS class, c.relname::text COLLATE "C" AS part
              make_timestamptz((m.part)[2]::int, (m.part)[3]::int, (m.part)[4]::int, coalesce((m.part)[5], '0')::int, 0, 0, 'UTC') AS starts_at,
              pg_total_relation_size(c.oid) + coalesce(pg_total_relation_size(a.oid), 0) + coalesce(pg_total_relation_size(o.oid), 0) AS bytes
       FROM pg_class c
-      CROSS JOIN LATERAL regexp_match(c.relname::text, '^task_facts_c([0-9]+)_([0-9]{4,})([0-9]{2})([0-9]{2})([0-9]{2})?$') AS m (part)
+      CROSS JOIN LATERAL regexp_match(c.relname::text, '^task_facts_c([0-9]+)_([0-9]{4})([0-9]{2})([0-9]{2})([0-9]{2})?$') AS m (part)
       LEFT JOIN pg_class a ON a.relnamespace = c.relnamespace AND a.relname = replace(c.relname::text, 'task_facts', 'task_attempts')::name
       LEFT JOIN pg_class o ON o.relnamespace = c.relnamespace AND o.relname = replace(c.relname::text, 'task_facts', 'task_outcomes')::name
       WHERE c.relnamespace = 'stint'::regnamespace AND c.relkind = 'r' AND m.part IS NOT NULL) p ON p.class = h.class;

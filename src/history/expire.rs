@@ -175,7 +175,7 @@ fn exchange(session: &Session, leaf: Leaf, keep: &HashSet<[u8; 16]>, detach: boo
             session.execute_once(&format!("drop table stint.{table}"));
         }
         session.execute_once(&format!("alter table stint.{table}_kept rename to {table}"));
-        session.execute_once(&format!("alter table stint.{table} add {}", make::key(part)));
+        make::index(session, part, &table);
         session.execute_once(&format!("alter table stint.{part}_c{} attach partition stint.{table} for values {}", leaf.class, make::range(leaf)));
     }
     Ok(())

@@ -7,12 +7,28 @@ use pgrx::prelude::*;
 use std::ffi::CStr;
 use stint_core::history::{Leaf, PARTS};
 
-/// What each table of a leaf has beside what `LIKE` takes over from its parent, which as a partitioned table by an expression can have no key.
-const KEYS: [&str; 3] = ["primary key (queue, id)", "primary key (queue, id, attempt)", "primary key (queue, id)"];
+/// What each table of a leaf has beside what `LIKE` takes over from its parent: the key, which a table partitioned by an expression cannot have, and other indexes.
+struct Own {
+    key: &'static str,
+    indexes: &'static [&'static str],
+}
 
-/// The key of a part's leaves.
-pub fn key(part: &str) -> &'static str {
-    PARTS.iter().zip(KEYS).find(|(name, _)| **name == part).map_or(KEYS[0], |(_, key)| key)
+/// For each of [`PARTS`].
+const OWN: [Own; 3] = [
+    Own { key: "(queue, id)", indexes: &[] },
+    // Read once after a start, to rebuild the budgets' windows; as small as an index on rows that come in the order of time can be.
+    Own { key: "(queue, id, attempt)", indexes: &["using brin (ended_at)"] },
+    Own { key: "(queue, id)", indexes: &[] },
+];
+
+/// Gives a table of a leaf its key and indexes.
+pub fn index(session: &Session, part: &str, table: &str) {
+    for (_, own) in PARTS.iter().zip(&OWN).filter(|(name, _)| **name == part) {
+        session.execute_once(&format!("alter table stint.{table} add primary key {}", own.key));
+        for index in own.indexes {
+            session.execute_once(&format!("create index on stint.{table} {index}"));
+        }
+    }
 }
 
 /// Settings that hold while it lives, whatever the session's are; an abort puts them back, too.
@@ -94,7 +110,7 @@ pub fn make(session: &Session, leaf: Leaf) {
         }
         if relation(&table).is_none() {
             session.execute_once(&format!("create table stint.{table} (like stint.{part} including all) using heap"));
-            session.execute_once(&format!("alter table stint.{table} add {}", key(part)));
+            index(session, part, &table);
             attach(session, &class, &table, &range(leaf));
         }
     }

@@ -130,6 +130,8 @@ fn emit(
         woken.sort_by_key(|(_, ticket)| *ticket.id.as_bytes());
         let mut ready: BTreeMap<&str, usize> = BTreeMap::new();
         for (name, ticket) in &woken {
+            // It has its answer from now on, also if the event is let go of before it asks again.
+            checkpoint::save(session, name, ticket.id, event, Some(payload), ticket.attempt.saturating_add(1), now);
             store::to_ready(session, name, ticket);
             *ready.entry(name).or_default() += 1;
         }
