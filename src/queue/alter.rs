@@ -2,6 +2,7 @@
 
 use super::config;
 use super::create::{SETTING_TYPES, Settings};
+use crate::history::classes;
 use crate::input;
 use crate::shmem::{self, config as generation, waiters};
 use crate::spi::{self, Statement, arg};
@@ -53,6 +54,8 @@ fn alter_queue(
     comment: Option<&str>,
     max_run_time: Option<RawInterval>,
     paused: Option<bool>,
+    history_retention: Option<RawInterval>,
+    history_archive: Option<&str>,
 ) {
     shmem::required();
     let name = input::name("queue", queue);
@@ -73,6 +76,7 @@ fn alter_queue(
         comment,
     };
     settings.check();
+    classes::check(history_retention, history_archive, true);
     if let Some(longest) = max_run_time.filter(|longest| longest.micros() != 0) {
         input::run_time("max_run_time", longest);
     }
@@ -80,6 +84,9 @@ fn alter_queue(
     spi::connect(|session| {
         let queue = config::find(session, name);
         session.run(&UPDATE, &settings.params(session));
+        if history_retention.is_some() || history_archive.is_some() {
+            classes::change(session, name, history_retention, history_archive);
+        }
         generation::changed();
         wake(&queue);
     });

@@ -2,6 +2,7 @@
 
 use super::config;
 use crate::changelog::epoch;
+use crate::history::classes;
 use crate::shmem::{self, config as generation};
 use crate::spi::{self, Param, Session, Statement, arg};
 use crate::values::RawInterval;
@@ -155,6 +156,8 @@ fn create_queue(
     max_run_time: Option<RawInterval>,
     paused: Option<bool>,
     strict_groups: Option<bool>,
+    history_retention: Option<RawInterval>,
+    history_archive: Option<&str>,
 ) {
     shmem::required();
     let settings = Settings {
@@ -178,6 +181,8 @@ fn create_queue(
         input::run_time("max_run_time", longest);
     }
     let strict_groups = input::given("strict_groups", strict_groups);
+    let history_archive = input::given("history_archive", history_archive);
+    classes::check(history_retention, Some(history_archive), false);
     let queue = settings.queue;
 
     let _owner = spi::Identity::owner();
@@ -189,6 +194,7 @@ fn create_queue(
             errors::exists("queue", queue, "Use another name, or the queue that is there: the view stint.queues shows its settings.");
         }
         session.run(&FIRST_LANE, &[arg(queue)]);
+        classes::change(session, queue, history_retention, Some(history_archive));
         generation::changed();
     });
 }
