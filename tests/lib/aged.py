@@ -84,6 +84,7 @@ def table(conn, id):
 
 def maintain(conn, rounds=100):
     """All there is to do for the history now."""
+    call(conn, "roll_up")  # nothing is removed before it is added up
     for _ in range(rounds):
         [done] = call(conn, "maintain_history")
         if not done.more:
