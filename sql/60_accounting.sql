@@ -355,8 +355,9 @@ COMMENT ON FUNCTION stint.dashboard IS
 milliseconds; failed, what failed tasks cost; series by hour for up to three days, by day for up to a hundred, else by month, in UTC; error, that of latencies (relative) and of confidences.
 The filters are those of stint.usage_by. Errors: 42704 unknown queue; 22023 unknown status.';
 
+-- Without just-in-time compilation, which takes seconds where what it compiles takes milliseconds: the plan is long, and partitions that were never analysed look large.
 CREATE FUNCTION stint.verify_accounting(since timestamptz DEFAULT NULL) RETURNS TABLE (queue text, day timestamptz, figure text, summed numeric, counted numeric)
-LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET jit = off
 AS $$
     WITH usage AS (
         SELECT r.queue, date_bin('1 day', r.since, '2000-01-01 00:00:00+00') AS day, r.attempts, r.input_tokens, r.cached_tokens, r.output_tokens, r.model_cost, r.compute_cost

@@ -1,7 +1,8 @@
 -- stint.check(): every violation of the storage rules, in plain SQL so that a DBA can read what is checked.
 
+-- Without just-in-time compilation, as stint.verify_accounting, and for the same reason.
 CREATE FUNCTION stint.check() RETURNS TABLE (rule text, queue text, id uuid, detail text)
-LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET jit = off
 AS $$
     WITH places AS (
         SELECT w.queue, w.id, 'ready' AS place, w.lane, w.attempt, w.counted FROM stint.place_ready w

@@ -1,6 +1,6 @@
 -- What is off with this server for pg_stint, and what to do about it. Plain SQL, so that it answers also where the library was not preloaded.
 CREATE FUNCTION stint.doctor() RETURNS TABLE ("check" text, ok boolean, detail text, hint text)
-    LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+    LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET jit = off
 AS $$
 WITH
 launcher AS MATERIALIZED (SELECT * FROM stint.launcher_state()),
