@@ -277,7 +277,8 @@ def hanging(queue, old):
         queue.conn.execute("INSERT INTO stint.task_checkpoints (queue, id, step, attempt, saved_at) VALUES ('q', %s, 's', 1, now())", (id,))
         queue.conn.execute("INSERT INTO stint.task_keys (queue, key, id, kept_until) VALUES ('q', %s, %s, now() + interval '1 day')", (str(id), id))
     queue.conn.execute(
-        "INSERT INTO stint.task_retries (queue, id, retry, retried_at, outcome, attempt, finished_at) SELECT queue, id, 1, finished_at, 'failed', 0, finished_at FROM stint.task_outcomes"
+        "INSERT INTO stint.task_retries (queue, id, retry, retried_at, outcome, attempt, finished_at, outcome_incarnation, outcome_xact)"
+        " SELECT queue, id, 1, finished_at, 'failed', 0, finished_at, incarnation, xact FROM stint.task_outcomes"
     )
     return gone, kept
 
