@@ -7,6 +7,7 @@
 use super::compact::{self, TooRecent};
 use super::make;
 use super::{on_leaf, relation};
+use crate::errors::Fault;
 use crate::guc;
 use crate::spi::{self, Prepared, Session, arg};
 use crate::values::Instant;
@@ -30,8 +31,6 @@ pub enum Done {
     Trimmed,
     /// It still holds too much that must be kept.
     HeldUp,
-    /// A snapshot is open that does not see all of it yet.
-    TooRecent,
 }
 
 /// A leaf is compacted once no more than one of so many of its tasks must be kept: copying pays then, and is not done over and over.
@@ -78,6 +77,31 @@ fn trim(session: &Session, leaf: Leaf, cutoff: Instant, max: i64) -> usize {
     ["usage_late", "task_retries", "task_checkpoints"].into_iter().map(delete).sum()
 }
 
+/// Whether all that accounting reads of a leaf, and of what hangs on its tasks elsewhere, is in its sums: what is removed before that would be missing there.
+fn added_up(session: &Session, leaf: Leaf) -> bool {
+    const NOT: &str = "not exists (select from stint.rollup_epochs e
+                                   where e.incarnation = t.incarnation and (e.snapshot is null or pg_visible_in_snapshot(t.xact, e.snapshot)))";
+    let (least, next) = leaf.bounds();
+    let elsewhere = |table: &str| {
+        format!(
+            "exists (select
+                     from stint.queue_config q
+                     cross join lateral (
+                           select x.incarnation, x.xact
+                           from stint.{table} x
+                           where x.queue = q.queue and x.id >= '{least}' and x.id < '{next}' and get_byte(uuid_send(x.id), 15) = {}) as t
+                     where {NOT})",
+            leaf.class
+        )
+    };
+    let text = format!(
+        "select not (exists (select from {{attempts}} t where {NOT}) or exists (select from {{outcomes}} t where {NOT}) or {} or {})",
+        elsewhere("usage_late"),
+        elsewhere("task_retries")
+    );
+    session.run_prepared_latest(&Prepared::new(&on_leaf(&text, leaf), &[]), &[]).must(0, 1)
+}
+
 fn tables(leaf: Leaf) -> [String; 3] {
     PARTS.map(|part| format!("{part}_{}", leaf.suffix()))
 }
@@ -91,6 +115,15 @@ fn lock(session: &Session, names: &[String], mode: &str) {
 fn archive(session: &Session, table: &str) {
     session.execute_once(&format!("create schema if not exists {ARCHIVE}"));
     let taken = Prepared::new("select to_regclass($1) is not null", &[pg_sys::TEXTOID]);
+    // Nothing in the archive depends on the extension.
+    let defaults = Prepared::new(
+        "select quote_ident(a.attname) from pg_catalog.pg_attribute a where a.attrelid = $1::regclass and a.atthasdef and not a.attisdropped",
+        &[pg_sys::TEXTOID],
+    );
+    let defaults = session.run_own(&defaults, &[arg(format!("stint.{table}"))]);
+    for at in 0..defaults.len() {
+        session.execute_once(&format!("alter table stint.{table} alter column {} drop default", defaults.must::<String>(at, 1)));
+    }
     let free = |ending: &String| !session.run_own(&taken, &[arg(format!("{ARCHIVE}.{table}{ending}"))]).must::<bool>(0, 1);
     let ending = (1..).map(|n| if n == 1 { String::new() } else { format!("_{n}") }).find(free).unwrap_or_default();
     if !ending.is_empty() {
@@ -107,12 +140,15 @@ fn archive(session: &Session, table: &str) {
     session.execute_once(&format!("alter table stint.{table}{ending} set schema {ARCHIVE}"));
 }
 
-/// Does what is to be done with a leaf all of whose tasks were enqueued longer than their retention ago. Call it in a savepoint: it may end in an error, above all that a lock was not
-/// to be had, and must then have done nothing.
+/// Does what is to be done with a leaf all of whose tasks were enqueued longer than their retention ago. Call it in a savepoint: it may end in an error, and must then have done nothing. 55P03: a
+/// lock was not to be had, or accounting has not added up everything yet. 55006: a snapshot is open that does not see all of it.
 pub fn expire(leaf: Leaf, cutoff: Instant, detach: bool) -> Done {
     let (all, keep) = spi::connect(|session| counts(session, leaf, cutoff));
     if !worth_copying(all, keep) {
         return Done::HeldUp;
+    }
+    if !spi::connect(|session| added_up(session, leaf)) {
+        not_added_up();
     }
     if spi::connect(|session| trim(session, leaf, cutoff, i64::from(guc::max_batch()))) > 0 {
         return Done::Trimmed;
@@ -126,6 +162,9 @@ pub fn expire(leaf: Leaf, cutoff: Instant, detach: bool) -> Done {
         }
         let parents = PARTS.map(|part| format!("{part}_c{}", leaf.class));
         lock(session, &[parents, tables.clone()].concat(), "access exclusive");
+        if !added_up(session, leaf) {
+            not_added_up();
+        }
         trim(session, leaf, cutoff, i64::MAX);
         if keep.is_empty() {
             if !detach {
@@ -137,11 +176,16 @@ pub fn expire(leaf: Leaf, cutoff: Instant, detach: bool) -> Done {
             }
             return Done::Detached;
         }
-        match exchange(session, leaf, &keep, detach) {
-            Ok(()) => Done::Compacted,
-            Err(TooRecent) => Done::TooRecent,
+        if let Err(TooRecent) = exchange(session, leaf, &keep, detach) {
+            Fault::new(PgSqlErrorCode::ERRCODE_OBJECT_IN_USE, "a snapshot is open that does not see all of the partition").raise()
         }
+        Done::Compacted
     })
+}
+
+/// The next roll-up is seconds away: as with a lock that is not to be had, it is tried again soon.
+fn not_added_up() -> ! {
+    Fault::new(PgSqlErrorCode::ERRCODE_LOCK_NOT_AVAILABLE, "accounting has not added up all of the partition").raise()
 }
 
 fn worth_copying(all: i64, keep: i64) -> bool {

@@ -3,7 +3,6 @@
 use super::expire::{self, Done};
 use super::{ahead, ms};
 use crate::changelog::epoch;
-use crate::errors::Fault;
 use crate::guc;
 use crate::savepoint;
 use crate::shmem::{self, Instance};
@@ -110,20 +109,14 @@ fn round(now: Instant, aside: impl Fn(&Leaf) -> bool) -> Round {
     for (leaf, cutoff, detach) in expired(now).into_iter().filter(|(leaf, ..)| !aside(leaf)) {
         let done = savepoint::isolated(|| {
             let _settings = ahead::impatient();
-            match expire::expire(leaf, cutoff, detach) {
-                // What was begun must not stay.
-                Done::TooRecent => {
-                    Fault::new(PgSqlErrorCode::ERRCODE_OBJECT_IN_USE, "a snapshot is open that does not see all of the partition").raise()
-                }
-                done => done,
-            }
+            expire::expire(leaf, cutoff, detach)
         });
         let (count, wait) = match done {
             Ok(Done::Dropped) => (&mut round.dropped, None),
             Ok(Done::Detached) => (&mut round.detached, None),
             Ok(Done::Compacted) => (&mut round.compacted, None),
             Ok(Done::HeldUp) => (&mut round.held_up, Some(MUCH_LATER)),
-            Ok(Done::Trimmed | Done::TooRecent) => {
+            Ok(Done::Trimmed) => {
                 round.trimmed = true;
                 break;
             }

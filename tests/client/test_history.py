@@ -231,7 +231,7 @@ def test_a_partition_waits_for_snapshots_that_do_not_see_all_of_it(queue, old, c
         dump.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         assert value(dump, "SELECT count(*) FROM stint.place_ready") == 0
     queue.fail(queue.one(), retry_in="1 day")
-    assert maintain(queue.conn).postponed == 1
+    assert maintain(queue.conn, patient=False).postponed == 1
     assert table(queue.conn, live) == before
     assert value(dump, "SELECT count(*) FROM stint.task_facts") == 0
     dump.rollback()
@@ -246,7 +246,7 @@ def test_a_reader_of_history_only_postpones(queue, old, connect):
     with queue.conn.transaction():
         gone = old.finished(50)
         reader.execute("LOCK TABLE ONLY stint.task_facts, ONLY stint.task_facts_c102 IN ACCESS SHARE MODE")
-    done = maintain(queue.conn)
+    done = maintain(queue.conn, patient=False)
     assert (done.postponed, done.dropped) == (1, 0) and partition(queue.conn, gone)
     queue.enqueue()
     assert queue.complete(queue.one()).first
@@ -263,7 +263,7 @@ def test_whoever_is_at_work_on_a_task_keeps_its_partition(queue, old, connect):
     worker = connect(autocommit=False)
     task = queue.by(worker).one()
     assert task.id == live
-    assert maintain(queue.conn).postponed == 1
+    assert maintain(queue.conn, patient=False).postponed == 1
     assert queue.by(worker).complete(task).first
     worker.commit()
     maintain(queue.conn)
@@ -293,6 +293,15 @@ def test_what_hangs_on_expired_tasks_goes_with_them(queue, old):
     queue.conn.execute("UPDATE stint.task_keys SET kept_until = now() - interval '1 s'")
     call(queue.conn, "expire_keys")
     assert queue.enqueue(key=str(gone)) != gone
+
+
+def test_nothing_is_removed_before_accounting_has_added_it_up(queue, old):
+    with queue.conn.transaction():
+        gone = old.finished(50)
+        assert call(queue.conn, "maintain_history")[0].postponed == 1 and partition(queue.conn, gone)
+    maintain(queue.conn)
+    assert partition(queue.conn, gone) is None
+    assert rows(queue.conn, "SELECT status, tasks FROM stint.task_counts(queue => 'q')") == [("completed", 1)]
 
 
 def test_detached_partitions_keep_their_rows(conn):

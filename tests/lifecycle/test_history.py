@@ -114,11 +114,11 @@ def test_a_dump_carries_history_and_a_copy_removes_none_before_it_is_activated(s
         conn.execute("UPDATE stint.task_outcomes SET finished_at = finished_at - interval '9 days'")
         with conn.transaction():
             expired = [Aged(conn, "q").finished(12) for _ in range(4)]
-        assert maintain(conn) == (0, 0, 0, 0, 0, 0, False)
+        assert call(conn, "maintain_history") == [(0, 0, 0, 0, 0, 0, False)]
         assert {partition(conn, id) for id in expired} != {None}
+        conn.execute("SELECT stint.activate()")
         queue.enqueue()
         assert queue.complete(queue.one()).first
-        conn.execute("SELECT stint.activate()")
         maintain(conn)
         until(conn, f"SELECT to_regclass('stint.' || stint.history_partition('{expired[0]}')) IS NULL", timeout=25)
         assert queue.status(live) == "scheduled"
@@ -135,6 +135,7 @@ def test_drop_extension_takes_the_partitions_and_leaves_the_archive(server, proc
         gone = [old.finished(9) for _ in range(4)]
     maintain(conn)
     until(conn, f"SELECT to_regclass('stint.' || stint.history_partition('{gone[0]}')) IS NULL", timeout=25)
+    conn.execute("SET stint.allow_drop = on")
     conn.execute("DROP EXTENSION pg_stint")
     processes.wait_for_no_worker(database)
     assert [name for (name,) in rows(conn, "SELECT relname FROM pg_class WHERE relname ~ '^task_facts' AND relkind = 'r'")] != []
