@@ -152,9 +152,9 @@ REVOKE ALL ON FUNCTION stint.tick() FROM PUBLIC;
 CREATE FUNCTION stint.activate() RETURNS integer
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'activate_wrapper';
 COMMENT ON FUNCTION stint.activate() IS
-'Lets a restored or cloned database work on its own: gives the changes it was restored with their last positions, opens a new epoch and returns its number. Until then state tables
-there refuse changes, ticks and pins; positions and tags made before stay readable and keep their meaning. Where the database is no copy it changes nothing.
-Locks: the tick lock until the transaction ends.';
+'Lets a restored or cloned database work on its own: gives the changes it was restored with their last positions, adds up what its original had not, opens a new epoch and returns its number.
+Until then state tables there refuse changes, ticks and pins, and nothing is added up; positions and tags made before stay readable and keep their meaning. Where the database is no copy it changes nothing.
+Errors: 25001 in a copy, in a transaction that has written something. Locks: the tick lock and the roll-up lock until the transaction ends.';
 REVOKE ALL ON FUNCTION stint.activate() FROM PUBLIC;
 
 CREATE FUNCTION stint.changes(relation regclass, since_pos bigint DEFAULT 0, max integer DEFAULT 1000)

@@ -32,6 +32,7 @@ static BEGIN: Statement = Statement::new(
 
 /// Adds the tails to every level that is complete up to their minute, and notes the snapshot of this very statement as what is added up. In a copy that is only
 /// done when it is activated ($1), and then for good: looked at here, since a dump's rows may have come since the statement before.
+/// In the order of time, so that what is read together lies together.
 static ADD: Statement = Statement::new(
     c"with may as materialized (
           select $1 or not exists (select from stint.rollup_epochs e where e.incarnation <> stint.incarnation() and e.snapshot is not null) as add
@@ -58,6 +59,7 @@ static ADD: Statement = Statement::new(
           ) l
           where (select may.add from may)
           group by t.queue, l.level, l.since, t.agent, t.model, t.ended
+          order by l.level, l.since
           on conflict (queue, level, since, agent, model, ended) do update
           set attempts = r.attempts + excluded.attempts, input_tokens = r.input_tokens + excluded.input_tokens,
               cached_tokens = r.cached_tokens + excluded.cached_tokens, output_tokens = r.output_tokens + excluded.output_tokens,
@@ -81,6 +83,7 @@ static ADD: Statement = Statement::new(
           ) l
           where (select may.add from may)
           group by t.queue, l.level, l.since, t.agent, t.model, t.outcome
+          order by l.level, l.since
           on conflict (queue, level, since, agent, model, outcome) do update
           set tasks = r.tasks + excluded.tasks, attempts = r.attempts + excluded.attempts, input_tokens = r.input_tokens + excluded.input_tokens,
               cached_tokens = r.cached_tokens + excluded.cached_tokens, output_tokens = r.output_tokens + excluded.output_tokens,
@@ -116,7 +119,8 @@ static COARSEN: [Statement; 2] = [
                                              when 3 then date_bin('1 day', r.since, '2000-01-01 00:00:00+00')
                                              else date_trunc('month', r.since, 'UTC') end as since) l
           where r.level = $1 and r.since >= $3 and r.since < $4
-          group by r.queue, l.since, r.agent, r.model, r.ended",
+          group by r.queue, l.since, r.agent, r.model, r.ended
+          order by l.since",
         &[pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::TIMESTAMPTZOID, pg_sys::TIMESTAMPTZOID],
     ),
     Statement::new(
@@ -130,7 +134,8 @@ static COARSEN: [Statement; 2] = [
                                              when 3 then date_bin('1 day', r.since, '2000-01-01 00:00:00+00')
                                              else date_trunc('month', r.since, 'UTC') end as since) l
           where r.level = $1 and r.since >= $3 and r.since < $4
-          group by r.queue, l.since, r.agent, r.model, r.outcome",
+          group by r.queue, l.since, r.agent, r.model, r.outcome
+          order by l.since",
         &[pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::TIMESTAMPTZOID, pg_sys::TIMESTAMPTZOID],
     ),
 ];
