@@ -176,7 +176,7 @@ pub fn store(session: &Session, name: &str, queue: &Queue, gate: &mut Gate, id: 
     }
     match due {
         Some(due) => store::to_scheduled(session, name, &ticket, due),
-        None => store::to_ready(session, name, &ticket),
+        None => store::new_to_ready(session, name, &ticket, request.agent.as_deref()),
     }
     due.is_none()
 }

@@ -15,6 +15,22 @@ static TO_READY: Statement = Statement::new(
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID],
 );
 
+/// The same for a task whose agent is at hand, which saves the look at its facts.
+static NEW_TO_READY: Statement = Statement::new(
+    c"insert into stint.place_ready (queue, id, lane, priority, tokens, attempt, counted, seq, agent) values ($1, $2, $3, $4, $5, $6, $7, $8, $9)",
+    &[
+        pg_sys::TEXTOID,
+        pg_sys::UUIDOID,
+        pg_sys::INT4OID,
+        pg_sys::INT4OID,
+        pg_sys::INT8OID,
+        pg_sys::INT4OID,
+        pg_sys::INT4OID,
+        pg_sys::INT8OID,
+        pg_sys::TEXTOID,
+    ],
+);
+
 static TO_SCHEDULED: Statement = Statement::new(
     c"insert into stint.place_scheduled (queue, id, lane, priority, tokens, attempt, counted, run_at, event) values ($1, $2, $3, $4, $5, $6, $7, $8, $9)",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::TIMESTAMPTZOID, pg_sys::TEXTOID],
@@ -105,6 +121,14 @@ pub fn next_seq() -> i64 {
         let sequence = pg_sys::get_relname_relid(c"task_seq".as_ptr(), pg_sys::Oid::from(Instance::here().schema));
         pgrx::direct_function_call::<i64>(pg_sys::nextval_oid, &[arg(sequence)]).unwrap_or_default()
     }
+}
+
+/// Puts a task that is being enqueued for that agent at the end of its line.
+pub fn new_to_ready(session: &Session, name: &str, ticket: &Ticket, agent: Option<&str>) {
+    let seq = next_seq();
+    let [a, b, c, d, e, f, g] = ticket.params(name);
+    session.run(&NEW_TO_READY, &[a, b, c, d, e, f, g, arg(seq), arg(agent)]);
+    heads::lower(Instance::here(), ticket.lane, ticket.priority, seq);
 }
 
 /// Puts a task at the end of its line.
