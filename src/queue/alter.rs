@@ -2,6 +2,7 @@
 
 use super::config;
 use super::create::{SETTING_TYPES, Settings};
+use super::factors;
 use crate::input;
 use crate::shmem::{self, config as generation, waiters};
 use crate::spi::{self, Statement, arg};
@@ -23,7 +24,9 @@ static UPDATE: Statement = Statement::new(
           notify = coalesce($11, q.notify),
           max_run_time = nullif(coalesce($12, q.max_run_time), interval '0'),
           paused = coalesce($13, q.paused),
-          comment = nullif(coalesce($14, q.comment), '')
+          comment = nullif(coalesce($14, q.comment), ''),
+          fair = coalesce($15, q.fair),
+          correct_predictions = coalesce($16, q.correct_predictions)
       where q.queue = $1",
     &SETTING_TYPES,
 );
@@ -53,6 +56,8 @@ fn alter_queue(
     comment: Option<&str>,
     max_run_time: Option<RawInterval>,
     paused: Option<bool>,
+    fair: Option<bool>,
+    correct_predictions: Option<bool>,
 ) {
     shmem::required();
     let name = input::name("queue", queue);
@@ -71,6 +76,8 @@ fn alter_queue(
         max_run_time,
         paused,
         comment,
+        fair,
+        correct_predictions,
     };
     settings.check();
     if let Some(longest) = max_run_time.filter(|longest| longest.micros() != 0) {
@@ -81,6 +88,9 @@ fn alter_queue(
         let queue = config::find(session, name);
         session.run(&UPDATE, &settings.params(session));
         generation::changed();
+        if correct_predictions == Some(true) {
+            factors::refresh(session, name);
+        }
         wake(&queue);
     });
 }

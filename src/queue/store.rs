@@ -2,6 +2,7 @@
 
 use super::config::{self, Queue};
 use super::flow::leave::{self, End};
+use super::shares;
 use super::usage::Usage;
 use crate::budget::live::{self, Held};
 use crate::shmem::{Instance, bells, heads, waiters};
@@ -178,14 +179,21 @@ pub struct Attempt<'a> {
     pub heartbeat_gap: Option<RawInterval>,
     /// What it reserved of budgets.
     pub held: Option<&'a Held>,
+    /// The lane its task stood in.
+    pub lane: i32,
+    /// What its group of a fair queue was charged.
+    pub share: Option<i64>,
 }
 
-/// Writes the row of an ended attempt and has its budgets released and settled at commit: this is the one place where that happens. One that ended `released`
+/// Writes the row of an ended attempt and has its budgets and its group's share released and settled at commit: this is the one place where that happens. One that ended `released`
 /// or `snoozed` is as if it had never begun, so its row names no budget.
 pub fn attempt(session: &Session, name: &str, attempt: &Attempt, ended: &str, at: Instant, error: Option<&str>, usage: &Usage) {
     let [run_id, trace_id, model, input, cached, output, model_cost, compute_cost, confidence, meta] = usage.params();
     let released = matches!(ended, "released" | "snoozed");
     let charged = attempt.held.map(|held| live::settle(session, name, held, attempt.started_at, at, released, usage.used()));
+    if let Some(charged) = attempt.share {
+        shares::settle(session, name, attempt.lane, charged, released, usage.used());
+    }
     let kept = attempt.held.filter(|_| !released);
     session.run(
         &ATTEMPT,

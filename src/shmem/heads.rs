@@ -165,6 +165,7 @@ fn with_entry<R>(shared: &super::Shared, instance: Instance, lane: i32, make: bo
 }
 
 /// Where a backend remembers a line's entry, for [`glimpse`].
+#[derive(Clone)]
 pub struct Handle(Cell<*const Entry>);
 
 impl Default for Handle {

@@ -35,6 +35,8 @@ pub const STEPS: &[Step] = &[
     Step { name: "promote", when: When::Round, run: queue::promote::step },
     Step { name: "schedules", when: When::Round, run: queue::schedule::step },
     Step { name: "expire keys", when: When::Round, run: queue::keys::step },
+    Step { name: "tidy lanes", when: When::Round, run: queue::shares::step },
+    Step { name: "correct predictions", when: When::Round, run: queue::factors::step },
     Step { name: "tick", when: When::RoundAndBell, run: changelog::tick::step },
     Step { name: "trim consumers", when: When::Round, run: changelog::consumer::step },
     Step { name: "doorbells", when: When::Bell, run: doorbells::step },
