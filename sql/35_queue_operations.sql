@@ -45,12 +45,13 @@ COMMENT ON FUNCTION stint.group_usage IS
 null where nothing is remembered. Read by stint.fair_shares. Use in FROM.';
 
 CREATE VIEW stint.fair_shares AS
-SELECT u.queue, u.group_key, coalesce(w.weight, 1) AS weight, u.tokens, u.virtual_time,
+SELECT q.queue, u.group_key COLLATE "C" AS group_key, coalesce(w.weight, 1) AS weight, u.tokens, u.virtual_time,
        (SELECT count(*) FROM stint.lanes l JOIN stint.place_ready r ON r.queue = l.queue AND r.lane = l.lane
-        WHERE l.queue = u.queue AND l.group_key IS NOT DISTINCT FROM u.group_key) AS ready,
+        WHERE l.queue = q.queue AND l.group_key IS NOT DISTINCT FROM u.group_key) AS ready,
        (SELECT count(*) FROM stint.lanes l JOIN stint.place_running r ON r.queue = l.queue AND r.lane = l.lane
-        WHERE l.queue = u.queue AND l.group_key IS NOT DISTINCT FROM u.group_key) AS running
+        WHERE l.queue = q.queue AND l.group_key IS NOT DISTINCT FROM u.group_key) AS running
 FROM stint.group_usage() u
+JOIN stint.queue_config q ON q.queue = u.queue
 LEFT JOIN stint.group_weights w ON w.queue = u.queue AND w.group_key = u.group_key;
 COMMENT ON VIEW stint.fair_shares IS
 'Groups of fair queues that have live tasks or a weight: the tokens each got since the server started, its virtual time (tokens by weight; of the groups with tasks ready and room in

@@ -246,7 +246,7 @@ fn open_lanes<'a>(queue: &'a Queue, states: &[State], now: Instant) -> Vec<(&'a 
         let worth = match (glimpse, lane.front.get()) {
             (Glimpse::Empty, _) => false,
             (Glimpse::Moves(moves), Some(front)) if front.moves == moves && now.0.saturating_sub(front.seen.0) < TRUSTED => {
-                lane.draws.iter().all(|budget| queue.budgets[*budget].limit.admits(states[*budget], front.tokens, now.0))
+                !front.empty && lane.draws.iter().all(|budget| queue.budgets[*budget].limit.admits(states[*budget], front.tokens, now.0))
             }
             _ => true,
         };
@@ -303,8 +303,14 @@ fn take_round(
         Some(turns) => turns.choose(queue, &mut open, max, now),
         None => max,
     };
-    let heads: Vec<(usize, Head)> =
-        open.iter().enumerate().flat_map(|(at, (lane, _))| lines::heads(session, name, lane.lane).into_iter().map(move |head| (at, head))).collect();
+    let mut heads: Vec<(usize, Head)> = Vec::new();
+    for (at, (lane, glimpse)) in open.iter().enumerate() {
+        let of_lane = lines::heads(session, name, lane.lane);
+        if of_lane.is_empty() {
+            remember_empty(lane, *glimpse, now);
+        }
+        heads.extend(of_lane.into_iter().map(|head| (at, head)));
+    }
     if heads.is_empty() {
         return (Vec::new(), if turns.is_some() { open.iter().map(|(lane, _)| lane.lane).collect() } else { Vec::new() });
     }
@@ -330,7 +336,11 @@ fn take_round(
     // one that only looks full would hold down the floor.
     let look_at = if agents.is_none() { open.len() } else { usize::from(turns.is_some()) };
     for at in (0..open.len()).filter(|at| seen[*at] == 0 && heads.iter().any(|(of, _)| of == at)).take(look_at) {
-        lines::exhausted(session, name, open[at].0.lane);
+        let (lane, glimpse) = open[at];
+        lines::exhausted(session, name, lane.lane);
+        if agents.is_none() {
+            remember_empty(lane, glimpse, now);
+        }
     }
     let mut short: Vec<i32> =
         if turns.is_some() { open.iter().zip(&seen).filter(|(_, seen)| **seen == 0).map(|((lane, _), _)| lane.lane).collect() } else { Vec::new() };
@@ -355,7 +365,7 @@ fn take_round(
     let mut decide = |states: &mut [State], now: i64| match &*turns {
         None => admit(states, &limits, &draws, &candidates, max, now),
         Some(turns) => {
-            let lanes = turns.lanes(queue, &open, &draws, &seen, depth);
+            let lanes = turns.lanes(&open, &draws, &seen, depth);
             let round = turns.admit(queue, &open, states, &limits, &lanes, &candidates, max, Instant(now));
             refused = round.refused;
             round.admitted
@@ -419,10 +429,18 @@ fn take_round(
     (all, short)
 }
 
+/// Remembers that nothing was found in a lane: this backend need not look again, also where its transaction, having ended a task, may not tell all.
+fn remember_empty(lane: &Lane, glimpse: Glimpse, now: Instant) {
+    if let (Glimpse::Moves(moves), true) = (glimpse, shmem::heads::may_tell(shmem::required())) {
+        lane.front.set(Some(Front { moves, seen: now, tokens: None, empty: true }));
+    }
+}
+
+/// Remembers that the task which stands first in a lane found no room.
 fn remember_front(open: &[(&Lane, Glimpse)], candidate: Candidate, now: Instant) {
     let (lane, glimpse) = &open[candidate.lane];
     if let Glimpse::Moves(moves) = *glimpse {
-        lane.front.set(Some(Front { moves, seen: now, tokens: candidate.tokens }));
+        lane.front.set(Some(Front { moves, seen: now, tokens: candidate.tokens, empty: false }));
     }
 }
 

@@ -87,7 +87,7 @@ pub struct Lane {
     pub draws: Vec<usize>,
     /// Its line's entry in shared memory.
     pub line: heads::Handle,
-    /// The task last seen at its front for which there was no room.
+    /// What was last seen at its front that no claim could take.
     pub front: Cell<Option<Front>>,
     /// Its group, an index into [`Queue::groups`].
     pub group: usize,
@@ -107,15 +107,17 @@ pub struct Group {
     pub seat: fair::Seat,
 }
 
-/// A task at the front of a lane that has to wait for room.
+/// What was found at the front of a lane: a task that has to wait for room, or nothing.
 #[derive(Clone, Copy)]
 pub struct Front {
     /// The line's count of moves when it was seen.
     pub moves: u64,
     /// When that was.
     pub seen: Instant,
-    /// The tokens it predicts.
+    /// The tokens the task predicts.
     pub tokens: Option<i64>,
+    /// Whether nothing was there.
+    pub empty: bool,
 }
 
 /// A queue.

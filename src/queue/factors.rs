@@ -13,7 +13,7 @@ static LATEST: Statement = Statement::new(
             select a.id, a.ended, a.ended_at, a.input_tokens, a.output_tokens
             from stint.task_attempts a
             where a.queue = $1
-            order by a.queue desc, a.id desc, a.attempt desc
+            order by a.id desc, a.attempt desc
             limit $2),
       samples as (
             select coalesce(f.agent, '') as agent, f.tokens::numeric as predicted,

@@ -6,7 +6,6 @@ use crate::shmem::fair::{self, Seat, Standing};
 use crate::shmem::heads::{self, Glimpse};
 use crate::shmem::{self, Instance};
 use crate::values::Instant;
-use std::collections::HashMap;
 use stint_core::budget::{Candidate, Limit, State};
 use stint_core::fair::{Group, Round};
 
@@ -16,15 +15,17 @@ pub fn share(lane: &Lane, tokens: Option<i64>) -> i64 {
 }
 
 /// How many groups a claim looks at beside one for each task it may take: some turn out to have nothing, or no room.
-const SPARE: usize = 7;
+const SPARE: usize = 3;
 
 /// The turns of one claim.
 #[derive(Default)]
 pub struct Turns {
     /// The groups that seemed to have something, when the claim began to look, as places in the queue's, and where they stood.
     at_first: Option<Vec<(usize, Standing)>>,
-    /// The groups looked at in this round, least first.
+    /// The groups looked at in this round.
     groups: Vec<usize>,
+    /// Their places there, by their places in the queue's.
+    places: Vec<Option<usize>>,
     /// The time of the first group behind them.
     horizon: f64,
     rounds: u32,
@@ -46,33 +47,29 @@ impl Turns {
         let seats: Vec<&Seat> = groups.iter().map(|group| &queue.groups[*group].seat).collect();
         let standings = fair::glance(shared, instance, queue.number, &queue.floor, &seats, now);
         let mut standings: Vec<(usize, Standing)> = groups.into_iter().zip(standings).collect();
-        // Of groups that got the same, in the order in which they came, so that none is always the last.
-        standings.sort_by(|(_, one), (_, other)| one.at.total_cmp(&other.at));
         let wide = max.saturating_add(SPARE).saturating_mul(1 << self.rounds.min(16));
-        self.horizon = standings.get(wide).map_or(f64::INFINITY, |(_, standing)| standing.at);
+        self.horizon = f64::INFINITY;
+        if wide < standings.len() {
+            // Of groups that got the same, those that came first: what they are charged moves them on.
+            let (_, next, _) = standings.select_nth_unstable_by(wide, |(a, one), (b, other)| one.at.total_cmp(&other.at).then(a.cmp(b)));
+            self.horizon = next.1.at;
+        }
         self.groups = standings.iter().take(wide).map(|(group, _)| *group).collect();
         self.over = standings.is_empty();
         self.at_first.get_or_insert(standings);
-        let places: HashMap<usize, usize> = self.groups.iter().enumerate().map(|(place, group)| (*group, place)).collect();
-        open.retain(|(lane, _)| places.contains_key(&lane.group));
+        self.places = vec![None; queue.groups.len()];
+        self.groups.iter().enumerate().for_each(|(place, group)| self.places[*group] = Some(place));
+        open.retain(|(lane, _)| self.places[lane.group].is_some());
         let depth = (2 * max).div_ceil(self.groups.len().max(1)).saturating_mul(1 << (2 * self.rounds).min(32)).min(max);
         self.rounds += 1;
         depth
     }
 
     /// What is known of the lanes looked at: the budgets each draws on, and how many of its tasks were seen, `depth` at the most.
-    pub fn lanes<'a>(
-        &self,
-        queue: &Queue,
-        open: &[(&Lane, Glimpse)],
-        draws: &'a [Vec<usize>],
-        seen: &[usize],
-        depth: usize,
-    ) -> Vec<stint_core::fair::Lane<'a>> {
-        let mut places = vec![0; queue.groups.len()];
-        self.groups.iter().enumerate().for_each(|(place, group)| places[*group] = place);
+    pub fn lanes<'a>(&self, open: &[(&Lane, Glimpse)], draws: &'a [Vec<usize>], seen: &[usize], depth: usize) -> Vec<stint_core::fair::Lane<'a>> {
+        let place = |group: usize| self.places[group].unwrap_or_default();
         let known = open.iter().zip(draws).zip(seen);
-        known.map(|(((lane, _), draws), seen)| stint_core::fair::Lane { group: places[lane.group], draws, more: *seen >= depth }).collect()
+        known.map(|(((lane, _), draws), seen)| stint_core::fair::Lane { group: place(lane.group), draws, more: *seen >= depth }).collect()
     }
 
     /// Admits candidates by turns and charges their groups, in one step that no other session sees half done.
@@ -101,14 +98,18 @@ impl Turns {
     /// empty or without room, is not among these; with `agents` asked for, lanes are passed by that have tasks for others.
     pub fn raise_floor(&self, queue: &Queue, passed: impl Fn(i32) -> bool, agents: bool) {
         let instance = Instance::here();
-        let Some(at_first) = &self.at_first else { return };
-        let mut stays = vec![false; queue.groups.len()];
-        for lane in &queue.lanes {
-            let gone = if agents { heads::glimpse(instance, lane.lane, &lane.line) == Glimpse::Empty } else { passed(lane.lane) };
-            stays[lane.group] |= !gone;
+        let mut left = self.at_first.clone().unwrap_or_default();
+        let gone = |group: usize| {
+            let mut lanes = queue.lanes.iter().filter(|lane| lane.group == group);
+            lanes.all(|lane| if agents { heads::glimpse(instance, lane.lane, &lane.line) == Glimpse::Empty } else { passed(lane.lane) })
+        };
+        while let Some(least) = (0..left.len()).min_by(|one, other| left[*one].1.firm.total_cmp(&left[*other].1.firm)) {
+            let (group, standing) = left.swap_remove(least);
+            if !gone(group) {
+                fair::raise(&queue.floor, instance, queue.number, standing.firm);
+                return;
+            }
         }
-        let firm = at_first.iter().filter(|(group, _)| stays[*group]).map(|(_, standing)| standing.firm);
-        fair::raise(&queue.floor, instance, queue.number, firm.fold(f64::INFINITY, f64::min));
     }
 }
 

@@ -266,33 +266,41 @@ pub fn glance(shared: &super::Shared, instance: Instance, queue: i32, of_queue: 
     let changes = shared.fair.changes.load(Ordering::Acquire);
     // SAFETY: entries lie in shared memory for good. One that was removed and used again has another key, and is looked up anew.
     let known = |handle: &Handle, key: &Key| unsafe { handle.entry.get().as_ref().filter(|entry| (&raw const entry.key).read_volatile() == *key) };
-    let unknown = |seat: &&Seat| known(&seat.handle, &Key::group(instance, queue, seat.group)).is_none() && seat.handle.missed.get() != Some(changes);
-    if known(of_queue, &key).is_none() || seats.iter().any(unknown) {
-        // Nothing allocates under the lock.
+    let number = |bits: &AtomicU64| f64::from_bits(bits.load(Ordering::Acquire));
+    // Where all are known, or known not to be there: their standings.
+    let look = |changes: u64| {
+        let own = known(of_queue, &key)?;
+        let floor = own.floor();
+        let stands = |entry: &Entry| standing(number(&entry.shown_at), number(&entry.shown_open), floor);
+        let mut standings = Vec::with_capacity(seats.len());
+        for seat in seats {
+            match known(&seat.handle, &Key::group(instance, queue, seat.group)) {
+                Some(entry) => standings.push(stands(entry)),
+                None if seat.handle.missed.get() == Some(changes) => standings.push(stands(own)),
+                None => return None,
+            }
+        }
+        Some(standings)
+    };
+    look(changes).unwrap_or_else(|| {
+        let unknown = |seat: &&&Seat| known(&seat.handle, &Key::group(instance, queue, seat.group)).is_none();
         let mut stale = Vec::with_capacity(if full(shared) { guc::max_groups() } else { 0 });
-        let _held = super::lock(Lock::Fair);
+        let held = super::lock(Lock::Fair);
         clear(shared, &mut stale, now.0);
         if let Some(own) = entry(shared, key, true) {
             own.used = now.0;
             of_queue.entry.set(&raw const *own);
         }
-        for seat in seats.iter().filter(|seat| unknown(seat)) {
+        for seat in seats.iter().filter(unknown) {
             let found = entry(shared, Key::group(instance, queue, seat.group), true).map_or(null(), |entry| &raw const *entry);
             seat.handle.entry.set(found);
         }
         let changes = shared.fair.changes.load(Ordering::Acquire);
         seats.iter().filter(|seat| seat.handle.entry.get().is_null()).for_each(|seat| seat.handle.missed.set(Some(changes)));
-    }
-    let number = |bits: &AtomicU64| f64::from_bits(bits.load(Ordering::Acquire));
-    let own = known(of_queue, &key);
-    let floor = own.map_or(0.0, Entry::floor);
-    seats
-        .iter()
-        .map(|seat| {
-            let entry = known(&seat.handle, &Key::group(instance, queue, seat.group)).or(own);
-            entry.map_or(standing(0.0, 0.0, floor), |entry| standing(number(&entry.shown_at), number(&entry.shown_open), floor))
-        })
-        .collect()
+        drop(held);
+        // A table that is full to the last entry knows nothing of this queue.
+        look(changes).unwrap_or_else(|| vec![standing(0.0, 0.0, 0.0); seats.len()])
+    })
 }
 
 /// Lets `decide` look at the times of groups, and charges each of them what it says, in tokens, as time of its weight. That is this transaction's: given back if

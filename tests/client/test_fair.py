@@ -379,14 +379,62 @@ def test_lanes_go_with_the_last_task_of_their_group(queue, connect):
     session.commit()
     tidy(queue.conn)
     assert lanes(queue.conn) == 3
-    assert queue.one().id == open
+    taken = queue.one()
+    assert taken.id == open
     queue.due(scheduled)
     assert queue.one().id == scheduled
+    # In a database that came from a server with more transactions, too.
+    queue.conn.execute("UPDATE stint.lanes SET closed = '900000000000' WHERE group_key = 'g40'")
+    queue.complete(taken)
+    tidy(queue.conn)
+    assert value(queue.conn, "SELECT count(*) FROM stint.lanes WHERE group_key = 'g40'") == 0
     # A task that comes back to life gets a lane again.
     queue.fail(running[0], retryable=False)
     tidy(queue.conn)
     assert queue.retry(running[0].id).outcome == "retried"
     assert queue.one().id == running[0].id
+
+
+def test_a_transaction_that_keeps_an_old_snapshot_enqueues_into_a_lane_that_stays(queue, connect):
+    session = connect()
+    session.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    mine = queue.by(session)
+    mine.enqueue(group_key="g")
+    with session.transaction():
+        session.execute("SELECT 1 FROM stint.queues")
+        queue.complete(queue.one())
+        tidy(queue.conn)
+        assert lanes(queue.conn) == 0
+        id = mine.enqueue(group_key="g")
+    assert queue.one().id == id
+    fill(queue, "a", 3, tokens=10)
+    fill(queue, "b", 3, tokens=10)
+    with session.transaction():
+        assert groups(mine.claim(2)) == "ab"
+
+
+def test_empty_lanes_are_not_looked_at_again_and_again(queue):
+    """Also not by a session that only ever ends one task and claims the next, and so may not tell others that a lane is empty."""
+    for n in range(300):
+        queue.enqueue(group_key=f"g{n}", tokens=1)
+    fill(queue, "busy", 100, tokens=1000)
+    task = queue.one()
+
+    def next():
+        nonlocal task
+        found = call(queue.conn, "finish_and_claim", queue="q", id=task.id, lease=task.lease, worker="w")
+        task = found[1]
+
+    for _ in range(320):
+        next()
+    assert task.payload == "busy"
+    read = "SELECT sum(idx_scan) FROM pg_stat_user_tables WHERE relid = 'stint.place_ready'::regclass"
+    queue.conn.execute("SELECT pg_stat_force_next_flush()")
+    before = value(queue.conn, read)
+    for _ in range(20):
+        next()
+    queue.conn.execute("SELECT pg_stat_force_next_flush()")
+    assert value(queue.conn, read) - before <= 20 * 10
 
 
 def test_no_task_is_lost_to_a_lane_that_goes(queue, connect):
