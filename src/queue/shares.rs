@@ -130,11 +130,11 @@ static ANY: Statement = Statement::new(c"select from stint.lanes l where l.group
 ///    than every transaction to come.
 /// 3. When all that are older are over, and no live task is in the lane, none will ever be: only an enqueue and a retry bring tasks to a lane, and both look.
 ///
-/// Returns how many were removed.
-fn tidy() -> i64 {
+/// Returns how many were removed, and whether the next step is worth a call. Without `close` the first step is left out.
+fn tidy(close: bool) -> (i64, bool) {
     spi::connect(|session| {
         if session.run(&ANY, &[]).is_empty() {
-            return 0;
+            return (0, false);
         }
         let idle = session.run_latest(&IDLE, &[]);
         let (mut open, mut over) = (Vec::new(), Vec::new());
@@ -154,14 +154,16 @@ fn tidy() -> i64 {
         if !over.is_empty() {
             session.run_latest(&REMOVE, &[arg(over)]);
         }
-        if !session.run_latest(&CLOSED, &[]).is_empty() {
+        let told = !session.run_latest(&CLOSED, &[]).is_empty();
+        if told {
             generation::move_on();
             session.run_latest(&TOLD, &[]);
         }
-        if !open.is_empty() {
+        let close = close && !open.is_empty();
+        if close {
             session.run_latest(&CLOSE, &[arg(open)]);
         }
-        removed
+        (removed, told || close)
     })
 }
 
@@ -170,23 +172,29 @@ fn tidy() -> i64 {
 fn tidy_lanes() -> i64 {
     shmem::required();
     let _owner = spi::Identity::owner();
-    tidy()
+    tidy(true).0
 }
 
 /// How often the maintenance worker looks for lanes that no task uses, in microseconds.
 const TIDY_EVERY: i64 = 60 * SECOND;
 
 thread_local! {
-    static NEXT: Cell<i64> = const { Cell::new(i64::MIN) };
+    /// When it looks next, and when it takes the next step with those it found.
+    static NEXT: Cell<(i64, i64)> = const { Cell::new((i64::MIN, i64::MAX)) };
 }
 
 /// One round for the maintenance worker.
 pub fn step() -> bool {
     let now = Instant::now();
-    if now.0 < NEXT.get() {
+    let (look, step) = NEXT.get();
+    if now.0 < look.min(step) {
         return false;
     }
-    NEXT.set(now.plus(TIDY_EVERY).0);
-    tidy();
+    let close = now.0 >= look;
+    let look = if close { now.plus(TIDY_EVERY).0 } else { look };
+    NEXT.set((look, i64::MAX));
+    if tidy(close).1 {
+        NEXT.set((look, now.plus(SECOND).0));
+    }
     false
 }

@@ -15,7 +15,7 @@ pub fn share(lane: &Lane, tokens: Option<i64>) -> i64 {
 }
 
 /// How many groups a claim looks at beside one for each task it may take: some turn out to have nothing, or no room.
-const SPARE: usize = 3;
+const SPARE: usize = 1;
 
 /// The turns of one claim.
 #[derive(Default)]
