@@ -4,6 +4,14 @@
 -- and place_running, and moving it is a delete and an insert of a narrow row. A finished task has one row in task_outcomes, and each attempt leaves one in task_attempts when it
 -- ends. Nobody but the verbs writes here; users read the views of 20_queue_views.sql.
 
+-- Finished work is added up (60_accounting.sql) in the order in which it was committed, which its rows tell by their transaction. A transaction id means
+-- something only in the database it was given out in: the incarnation tells that one's rows from those a dump brought along.
+CREATE FUNCTION stint.incarnation() RETURNS int
+    LANGUAGE c STABLE PARALLEL SAFE AS 'MODULE_PATHNAME', 'incarnation_wrapper';
+COMMENT ON FUNCTION stint.incarnation() IS
+'A number for this database of this cluster. Rows that are added up carry it beside their transaction''s id, since those of a restored dump come from another database. Runs no SQL.';
+REVOKE ALL ON FUNCTION stint.incarnation() FROM PUBLIC;
+
 CREATE TABLE stint.queue_config (
     queue           text COLLATE "C" PRIMARY KEY,
     number          int NOT NULL GENERATED ALWAYS AS IDENTITY,
@@ -22,10 +30,13 @@ CREATE TABLE stint.queue_config (
     strict_groups   boolean NOT NULL,
     fair            boolean NOT NULL DEFAULT false,
     correct_predictions boolean NOT NULL DEFAULT false,
+    history_retention interval,
+    history_archive text NOT NULL DEFAULT 'drop' CHECK (history_archive IN ('drop', 'detach')),
+    history_class   smallint NOT NULL DEFAULT 0,
     comment         text,
     created_at      timestamptz NOT NULL DEFAULT clock_timestamp()
 );
-COMMENT ON TABLE stint.queue_config IS 'Queues and their settings; made by stint.create_queue';
+COMMENT ON TABLE stint.queue_config IS 'Queues and their settings; made by stint.create_queue. history_class: the class (stint.history_classes) of tasks enqueued from now on';
 
 CREATE TABLE stint.budget_config (
     budget          text COLLATE "C" PRIMARY KEY,
@@ -79,6 +90,24 @@ CREATE TABLE stint.prediction_factors (
 );
 COMMENT ON TABLE stint.prediction_factors IS 'By what claims multiply the predictions of an agent in queues that correct them: what its latest attempts used against what was predicted';
 
+-- History: what every task was (task_facts), each of its ended attempts and how it ended. Partitioned by retention class, which is the last byte of a task's id, and
+-- in each class by time, which are the first bytes of the id; so the id alone says the partition, and a query that has an id looks into one partition of each class,
+-- or into one at all where it compares the class, get_byte(uuid_send(id), 15), too. The partitions of a class, stint.task_facts_c1, and of a period,
+-- stint.task_facts_c1_20260131, are made at run time (src/history), so they are no members of the extension and a dump carries them as ordinary tables. Their
+-- keys and indexes are their own (src/history/make.rs): an id belongs to one partition, so what is unique there is unique. An index of the tables here would be in the way of a
+-- restore: CREATE EXTENSION makes it before the partitions are attached, which then get theirs before the dump makes them. There is no default partition.
+
+CREATE TABLE stint.history_classes (
+    class           smallint PRIMARY KEY,
+    retention       interval,
+    archive         text NOT NULL,
+    width           interval NOT NULL
+);
+COMMENT ON TABLE stint.history_classes IS
+'Retentions that queues have, or had: how long the history of a task is kept after it finished (null: for ever), whether partitions past it are dropped or detached, and how
+much time one partition holds. A row never changes, since tasks carry their class in their id';
+INSERT INTO stint.history_classes (class, retention, archive, width) VALUES (0, NULL, 'drop', '30 days');
+
 CREATE TABLE stint.task_facts (
     queue           text COLLATE "C" NOT NULL,
     id              uuid NOT NULL,
@@ -96,9 +125,8 @@ CREATE TABLE stint.task_facts (
     group_seq       bigint,
     depends_on      uuid[],
     labels          jsonb,
-    payload         jsonb NOT NULL,
-    PRIMARY KEY (queue, id)
-);
+    payload         jsonb NOT NULL
+) PARTITION BY LIST (get_byte(uuid_send(id), 15));
 COMMENT ON TABLE stint.task_facts IS 'What a task was when it was enqueued; insert-only';
 
 CREATE SEQUENCE stint.task_seq;
@@ -192,13 +220,12 @@ CREATE TABLE stint.task_attempts (
     budgets         int[],
     reserved        bigint[],
     charged         bigint[],
-    PRIMARY KEY (queue, id, attempt)
-);
--- Read once after a start, to rebuild the budgets' windows; as small as an index on rows that come in the order of time can be.
-CREATE INDEX task_attempts_ended ON stint.task_attempts USING brin (ended_at);
+    incarnation     int NOT NULL DEFAULT stint.incarnation(),
+    xact            xid8 NOT NULL DEFAULT pg_catalog.pg_current_xact_id()
+) PARTITION BY LIST (get_byte(uuid_send(id), 15));
 COMMENT ON TABLE stint.task_attempts IS 'Every ended attempt, with how it ended, the usage its callback reported, and what it reserved and was charged of each budget; insert-only';
 
--- Usage that came after the attempt had ended: a lapsed worker's callback. The key makes it once.
+-- Usage that came by another way than the call that ended the attempt: a lapsed worker's callback, a bill. The key makes it once.
 CREATE TABLE stint.usage_late (
     queue           text COLLATE "C" NOT NULL,
     id              uuid NOT NULL,
@@ -215,9 +242,12 @@ CREATE TABLE stint.usage_late (
     compute_cost    numeric,
     confidence      real,
     meta            jsonb,
+    incarnation     int NOT NULL DEFAULT stint.incarnation(),
+    xact            xid8 NOT NULL DEFAULT pg_catalog.pg_current_xact_id(),
     PRIMARY KEY (queue, id, attempt, key)
 );
-COMMENT ON TABLE stint.usage_late IS 'Usage reported after its attempt had ended, once for each attempt and key; insert-only';
+CREATE INDEX usage_late_xact ON stint.usage_late (incarnation, xact);
+COMMENT ON TABLE stint.usage_late IS 'Usage reported beside the end of its attempt (late callbacks, bills of stint.record_usage), once for each attempt and key; insert-only';
 
 CREATE TABLE stint.task_outcomes (
     queue           text COLLATE "C" NOT NULL,
@@ -228,8 +258,9 @@ CREATE TABLE stint.task_outcomes (
     finished_at     timestamptz NOT NULL,
     error           text,
     result          jsonb,
-    PRIMARY KEY (queue, id)
-);
+    incarnation     int NOT NULL DEFAULT stint.incarnation(),
+    xact            xid8 NOT NULL DEFAULT pg_catalog.pg_current_xact_id()
+) PARTITION BY LIST (get_byte(uuid_send(id), 15));
 COMMENT ON TABLE stint.task_outcomes IS 'How each finished task ended; insert-only, but for a retry, which moves the row to stint.task_retries';
 
 -- What stint.retry took back. The attempts up to this one no longer count against max_attempts.
@@ -243,8 +274,13 @@ CREATE TABLE stint.task_retries (
     lease           uuid,
     finished_at     timestamptz NOT NULL,
     error           text,
+    outcome_incarnation int NOT NULL,
+    outcome_xact    xid8 NOT NULL,
+    incarnation     int NOT NULL DEFAULT stint.incarnation(),
+    xact            xid8 NOT NULL DEFAULT pg_catalog.pg_current_xact_id(),
     PRIMARY KEY (queue, id, retry)
 );
+CREATE INDEX task_retries_xact ON stint.task_retries (incarnation, xact);
 COMMENT ON TABLE stint.task_retries IS 'Outcomes that stint.retry and stint.retry_failed took back, numbered from 1 for each task; insert-only';
 
 CREATE TABLE stint.task_keys (
@@ -272,6 +308,7 @@ SELECT pg_catalog.pg_extension_config_dump('stint.queue_config', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.queue_config_number_seq', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.budget_config', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.budget_config_number_seq', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.history_classes', 'WHERE class <> 0');
 SELECT pg_catalog.pg_extension_config_dump('stint.lanes', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.lanes_lane_seq', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.group_weights', '');

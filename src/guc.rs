@@ -13,8 +13,11 @@ static MAX_NAME_BYTES: GucSetting<i32> = GucSetting::<i32>::new(63);
 static MAX_LEASE_S: GucSetting<i32> = GucSetting::<i32>::new(24 * 3600);
 static MAX_DELAY_S: GucSetting<i32> = GucSetting::<i32>::new(366 * 24 * 3600);
 static MAX_WAIT_S: GucSetting<i32> = GucSetting::<i32>::new(60);
+static ALLOW_DROP: GucSetting<bool> = GucSetting::<bool>::new(false);
 static NAPTIME_MS: GucSetting<i32> = GucSetting::<i32>::new(500);
 static DOORBELL_MS: GucSetting<i32> = GucSetting::<i32>::new(50);
+static HISTORY_LOCK_MS: GucSetting<i32> = GucSetting::<i32>::new(200);
+static EVENT_RETENTION_S: GucSetting<i32> = GucSetting::<i32>::new(0);
 
 /// Registers the settings. Called once, from `_PG_init`.
 pub fn init() {
@@ -33,6 +36,14 @@ pub fn init() {
         1_000_000,
         GucContext::Suset,
         GucFlags::UNIT_KB,
+    );
+    GucRegistry::define_bool_guc(
+        c"stint.allow_drop",
+        c"Whether DROP EXTENSION pg_stint passes although there are tasks or state tables.",
+        c"Off, it is refused.",
+        &ALLOW_DROP,
+        GucContext::Userset,
+        flags,
     );
     GucRegistry::define_int_guc(
         c"stint.max_batch",
@@ -104,6 +115,26 @@ pub fn init() {
         GucContext::Sighup,
         GucFlags::UNIT_MS,
     );
+    GucRegistry::define_int_guc(
+        c"stint.history_lock_timeout",
+        c"Longest the upkeep of history partitions waits for a lock.",
+        c"What it does not get in this time it tries again later; others wait behind it no longer than this. Keep it below deadlock_timeout.",
+        &HISTORY_LOCK_MS,
+        1,
+        60_000,
+        GucContext::Sighup,
+        GucFlags::UNIT_MS,
+    );
+    GucRegistry::define_int_guc(
+        c"stint.event_retention",
+        c"How long emitted events are kept; 0: for ever.",
+        c"An event that was let go of can be emitted anew. What a task awaited stays with the task.",
+        &EVENT_RETENTION_S,
+        0,
+        i32::MAX,
+        GucContext::Sighup,
+        GucFlags::UNIT_S,
+    );
 }
 
 /// Settings that can only be had while the server starts.
@@ -174,6 +205,11 @@ pub fn max_databases() -> usize {
     at_least_zero(MAX_DATABASES.get())
 }
 
+/// `stint.allow_drop`.
+pub fn allow_drop() -> bool {
+    ALLOW_DROP.get()
+}
+
 /// `stint.max_payload` in bytes.
 pub fn max_payload() -> usize {
     at_least_zero(MAX_PAYLOAD_KB.get()) * 1024
@@ -212,4 +248,14 @@ pub fn naptime_ms() -> i64 {
 /// `stint.doorbell_interval` in milliseconds.
 pub fn doorbell_ms() -> i64 {
     i64::from(DOORBELL_MS.get())
+}
+
+/// `stint.history_lock_timeout` in milliseconds.
+pub fn history_lock_timeout_ms() -> i32 {
+    HISTORY_LOCK_MS.get()
+}
+
+/// `stint.event_retention` in seconds; none where events are kept for ever.
+pub fn event_retention_s() -> Option<i64> {
+    Some(i64::from(EVENT_RETENTION_S.get())).filter(|seconds| *seconds > 0)
 }

@@ -2,11 +2,15 @@
 //! they install, and what happens when the library is loaded. Nouns (tables, views, grants, COMMENTs) are in `sql/`, verbs are in the modules here, and what
 //! needs no server is in `crates/core`.
 
+mod accounting;
 mod budget;
 mod changelog;
 mod errors;
+mod guard;
 mod guc;
+mod history;
 mod input;
+mod object_lock;
 mod queue;
 mod relation;
 mod savepoint;
@@ -34,8 +38,10 @@ extension_sql_file!("../sql/35_queue_operations.sql", name = "queue_operations",
 extension_sql_file!("../sql/40_state.sql", name = "state", requires = ["queue_operations"]);
 extension_sql_file!("../sql/50_changelog.sql", name = "changelog", requires = ["state"]);
 extension_sql_file!("../sql/55_snapshot.sql", name = "snapshot", requires = ["changelog"]);
-extension_sql_file!("../sql/70_worker.sql", name = "worker", requires = ["snapshot"]);
-extension_sql_file!("../sql/80_check.sql", name = "check", requires = ["worker"]);
+extension_sql_file!("../sql/60_accounting.sql", name = "accounting", requires = ["snapshot"]);
+extension_sql_file!("../sql/70_worker.sql", name = "worker", requires = ["accounting"]);
+extension_sql_file!("../sql/75_history.sql", name = "history", requires = ["worker"]);
+extension_sql_file!("../sql/80_check.sql", name = "check", requires = ["history"]);
 extension_sql_file!("../sql/90_doctor.sql", name = "doctor", requires = ["check"]);
 
 /// Settings always; shared memory, callbacks and the launcher only while the server starts, since they cannot be had later.
@@ -47,5 +53,6 @@ extern "C-unwind" fn _PG_init() {
         shmem::init();
         xact::init();
         worker::init();
+        guard::init();
     }
 }

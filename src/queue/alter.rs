@@ -3,6 +3,7 @@
 use super::config;
 use super::create::{SETTING_TYPES, Settings};
 use super::factors;
+use crate::history::classes;
 use crate::input;
 use crate::shmem::{self, config as generation, waiters};
 use crate::spi::{self, Statement, arg};
@@ -58,6 +59,8 @@ fn alter_queue(
     paused: Option<bool>,
     fair: Option<bool>,
     correct_predictions: Option<bool>,
+    history_retention: Option<RawInterval>,
+    history_archive: Option<&str>,
 ) {
     shmem::required();
     let name = input::name("queue", queue);
@@ -80,6 +83,7 @@ fn alter_queue(
         correct_predictions,
     };
     settings.check();
+    classes::check(history_retention, history_archive, true);
     if let Some(longest) = max_run_time.filter(|longest| longest.micros() != 0) {
         input::run_time("max_run_time", longest);
     }
@@ -87,6 +91,9 @@ fn alter_queue(
     spi::connect(|session| {
         let queue = config::find(session, name);
         session.run(&UPDATE, &settings.params(session));
+        if history_retention.is_some() || history_archive.is_some() {
+            classes::change(session, name, history_retention, history_archive);
+        }
         generation::changed();
         if correct_predictions == Some(true) {
             factors::refresh(session, name);

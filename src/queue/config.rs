@@ -1,8 +1,9 @@
 //! What a backend knows of a queue: its settings, its lanes and the budgets these draw on. Read once, kept until a committed change moves the configuration's
 //! generation; never kept by a transaction that changed it or that reads with an old snapshot.
 
+use crate::changelog::epoch;
 use crate::errors::{self, Fault};
-use crate::shmem::{self, Instance, budgets, config, fair, heads};
+use crate::shmem::{self, Instance, budgets, config, fair, heads, waiters};
 use crate::spi::{Session, Statement, arg};
 use crate::values::Instant;
 use pgrx::prelude::*;
@@ -11,6 +12,7 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use stint_core::backoff::Backoff;
 use stint_core::budget::{Limit, Weights};
+use stint_core::history::FOR_EVER;
 
 static QUEUE: Statement = Statement::new(
     c"select q.number,
@@ -28,7 +30,8 @@ static QUEUE: Statement = Statement::new(
              (extract(epoch from q.max_run_time) * 1e6)::bigint,
              q.paused,
              q.fair,
-             q.correct_predictions
+             q.correct_predictions,
+             q.history_class::int
       from stint.queue_config q
       where q.queue = $1",
     &[pg_sys::TEXTOID],
@@ -140,6 +143,8 @@ pub struct Queue {
     pub max_run_time: Option<i64>,
     /// Whether claims find nothing.
     pub paused: bool,
+    /// The retention class of tasks enqueued from now on.
+    pub history_class: u8,
     /// The configuration's generation before this was read; 0 where it was not read to be kept.
     generation: u64,
     /// Whether at most one task of a group may run.
@@ -163,6 +168,11 @@ pub struct Queue {
 }
 
 impl Queue {
+    /// The budgets that some lane draws on, as waiters know them.
+    pub fn budget_bits(&self) -> u64 {
+        waiters::budget_bits(self.budgets.iter().map(|budget| budget.number))
+    }
+
     /// The lane of that number.
     pub fn lane(&self, lane: i32) -> Option<&Lane> {
         self.lanes.binary_search_by_key(&lane, |known| known.lane).ok().map(|at| &self.lanes[at])
@@ -228,6 +238,7 @@ fn unknown(session: &Session, name: &str) -> ! {
 }
 
 fn read(session: &Session, name: &str, generation: u64) -> Option<Queue> {
+    epoch::refuse_in_copy(session);
     let row = session.run(&QUEUE, &[arg(name)]);
     if row.is_empty() {
         return None;
@@ -284,6 +295,7 @@ fn read(session: &Session, name: &str, generation: u64) -> Option<Queue> {
         strict_groups: row.must(0, 11),
         max_run_time: row.get(0, 13),
         paused: row.must(0, 14),
+        history_class: u8::try_from(row.must::<i32>(0, 17)).unwrap_or(FOR_EVER),
         generation,
         own_budgets,
         budgets,
@@ -338,6 +350,16 @@ pub fn for_claim(session: &Session, name: &str, queue: &Rc<Queue>) -> Rc<Queue> 
         }
     });
     anew
+}
+
+/// Keeps queues from being dropped until this transaction ends. `drop_queue` waits for whoever has this lock, which every verb that moves a task gets anyway; one
+/// that writes history first takes it before.
+pub fn keep_from_dropping() {
+    // SAFETY: an ordinary relation lock on a table of ours.
+    unsafe {
+        let table = pg_sys::get_relname_relid(c"place_ready".as_ptr(), pg_sys::Oid::from(Instance::here().schema));
+        pg_sys::LockRelationOid(table, pg_sys::RowExclusiveLock as i32);
+    }
 }
 
 static STANDS: Statement = Statement::new(c"select q.number from stint.queue_config q where q.queue = $1", &[pg_sys::TEXTOID]);

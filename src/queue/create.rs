@@ -1,6 +1,8 @@
 //! `stint.create_queue`: a queue and its settings. [`Settings`] checks them for `alter_queue` too.
 
 use super::config;
+use crate::changelog::epoch;
+use crate::history::classes;
 use crate::shmem::{self, config as generation};
 use crate::spi::{self, Param, Session, Statement, arg};
 use crate::values::RawInterval;
@@ -164,6 +166,8 @@ fn create_queue(
     strict_groups: Option<bool>,
     fair: Option<bool>,
     correct_predictions: Option<bool>,
+    history_retention: Option<RawInterval>,
+    history_archive: Option<&str>,
 ) {
     shmem::required();
     let settings = Settings {
@@ -189,15 +193,20 @@ fn create_queue(
         input::run_time("max_run_time", longest);
     }
     let strict_groups = input::given("strict_groups", strict_groups);
+    let history_archive = input::given("history_archive", history_archive);
+    classes::check(history_retention, Some(history_archive), false);
     let queue = settings.queue;
 
     let _owner = spi::Identity::owner();
     spi::connect(|session| {
+        // So that a copy of this database is known as one.
+        epoch::required(session);
         let params: Vec<Param> = settings.params(session).into_iter().chain([arg(strict_groups)]).collect();
         if session.run(&INSERT, &params).is_empty() {
             errors::exists("queue", queue, "Use another name, or the queue that is there: the view stint.queues shows its settings.");
         }
         session.run(&FIRST_LANE, &[arg(queue)]);
+        classes::change(session, queue, history_retention, Some(history_archive));
         generation::changed();
     });
 }

@@ -5,6 +5,7 @@ use super::config::{self, Queue};
 use super::store::{self, Ticket};
 use super::{keys, late};
 use crate::errors::Fault;
+use crate::history::{self, LeafStatement};
 use crate::spi::{self, Session, Statement, arg};
 use crate::values::Instant;
 use crate::{input, shmem};
@@ -12,26 +13,26 @@ use pgrx::prelude::*;
 use std::collections::BTreeSet;
 
 /// The key first: a task whose key has passed to another stays as it is.
-static KEY: Statement = Statement::new(
-    c"select f.key::text, o.outcome::text, f.group_seq is not null
-      from stint.task_facts f
-      left join stint.task_outcomes o on o.queue = f.queue and o.id = f.id
+static KEY: LeafStatement = LeafStatement::new(
+    "select f.key::text, o.outcome::text, f.group_seq is not null
+      from {facts} f
+      left join {outcomes} o on o.queue = f.queue and o.id = f.id
       where f.queue = $1 and f.id = $2",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID],
 );
 
-static TAKE_BACK: Statement = Statement::new(
-    c"delete from stint.task_outcomes o
+static TAKE_BACK: LeafStatement = LeafStatement::new(
+    "delete from {outcomes} o
       where o.queue = $1 and o.id = $2 and o.outcome in ('failed', 'cancelled')
-      returning o.outcome::text, o.attempt, o.lease, o.finished_at, o.error",
+      returning o.outcome::text, o.attempt, o.lease, o.finished_at, o.error, o.incarnation, o.xact",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID],
 );
 
 static FORGIVE: Statement = Statement::new(c"delete from stint.follow_ups u where u.queue = $1 and u.id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
 
 static RECORD: Statement = Statement::new(
-    c"insert into stint.task_retries (queue, id, retry, retried_at, outcome, attempt, lease, finished_at, error)
-      select $1, $2, coalesce(max(t.retry), 0) + 1, $3, $4, $5, $6, $7, $8
+    c"insert into stint.task_retries (queue, id, retry, retried_at, outcome, attempt, lease, finished_at, error, outcome_incarnation, outcome_xact)
+      select $1, $2, coalesce(max(t.retry), 0) + 1, $3, $4, $5, $6, $7, $8, $9, $10
       from stint.task_retries t
       where t.queue = $1 and t.id = $2",
     &[
@@ -43,11 +44,13 @@ static RECORD: Statement = Statement::new(
         pg_sys::UUIDOID,
         pg_sys::TIMESTAMPTZOID,
         pg_sys::TEXTOID,
+        pg_sys::INT4OID,
+        pg_sys::XID8OID,
     ],
 );
 
-static FACTS: Statement = Statement::new(
-    c"select f.lane, f.priority, f.tokens, f.group_key::text from stint.task_facts f where f.queue = $1 and f.id = $2",
+static FACTS: LeafStatement = LeafStatement::new(
+    "select f.lane, f.priority, f.tokens, f.group_key::text from {facts} f where f.queue = $1 and f.id = $2",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID],
 );
 
@@ -55,7 +58,7 @@ static FACTS: Statement = Statement::new(
 static FAILED: Statement = Statement::new(
     c"select o.id, f.lane, f.group_key::text
       from stint.task_outcomes o
-      join stint.task_facts f on f.queue = o.queue and f.id = o.id
+      join stint.task_facts f on f.queue = o.queue and f.id = o.id and get_byte(uuid_send(f.id), 15) = get_byte(uuid_send(o.id), 15)
       where o.queue = $1 and o.outcome = 'failed' and o.finished_at >= coalesce($2, '-infinity') and ($3 is null or f.agent = $3) and f.group_seq is null
       order by o.id
       limit $4
@@ -65,9 +68,9 @@ static FAILED: Statement = Statement::new(
 
 /// Retries one task. Answers what came of it and the task's status; `None` where the task moved meanwhile.
 fn retry_one(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, now: Instant) -> Option<(&'static str, String)> {
-    let task = session.run(&KEY, &[arg(name), arg(id)]);
+    let task = history::read(session, &KEY, id, &[arg(name), arg(id)]);
     if task.is_empty() {
-        late::unknown_task(name, id);
+        late::unknown_task(session, name, id);
     }
     let status = match task.get::<String>(0, 2).as_deref() {
         None => return Some(("not_finished", live_status(session, name, id)?)),
@@ -84,7 +87,7 @@ fn retry_one(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, now: 
     {
         return Some(("key_taken", status));
     }
-    let row = session.run(&TAKE_BACK, &[arg(name), arg(id)]);
+    let row = history::read(session, &TAKE_BACK, id, &[arg(name), arg(id)]);
     if row.is_empty() {
         return None;
     }
@@ -102,9 +105,11 @@ fn retry_one(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, now: 
             arg(row.get::<pgrx::Uuid>(0, 3)),
             arg(row.get::<Instant>(0, 4)),
             arg(row.get::<String>(0, 5)),
+            row.lift(0, 6),
+            row.lift(0, 7),
         ],
     );
-    let facts = session.run(&FACTS, &[arg(name), arg(id)]);
+    let facts = history::read(session, &FACTS, id, &[arg(name), arg(id)]);
     let lane = config::lane_again(session, name, queue, facts.must(0, 1), facts.get::<String>(0, 4).as_deref());
     let ticket = Ticket { id, lane, priority: facts.must(0, 2), tokens: facts.get(0, 3), attempt, counted: 0 };
     store::to_ready(session, name, &ticket);
@@ -129,6 +134,7 @@ fn retry(queue: Option<&str>, id: Option<pgrx::Uuid>) -> TableIterator<'static, 
     let _owner = spi::Identity::owner();
     let (outcome, status) = spi::connect(|session| {
         let queue = config::find(session, name);
+        config::keep_from_dropping();
         let answer = late::decide(|| retry_one(session, name, &queue, id, now));
         if answer.0 == "retried" {
             store::announce(&queue, 1);
@@ -149,6 +155,7 @@ fn retry_failed(queue: Option<&str>, since: Option<Instant>, agent: Option<&str>
     let _owner = spi::Identity::owner();
     spi::connect(|session| {
         let queue = config::find(session, name);
+        config::keep_from_dropping();
         let failed = session.run(&FAILED, &[arg(name), arg(since), arg(agent), arg(max as i64)]);
         let ids: Vec<pgrx::Uuid> = (0..failed.len()).map(|at| failed.must(at, 1)).collect();
         // Lanes of groups are made in one order, as everywhere.

@@ -3,7 +3,7 @@
 //! the log and in `stint.maintenance`, and the others go on.
 
 use super::doorbells;
-use crate::{budget, changelog, queue};
+use crate::{accounting, budget, changelog, history, queue};
 
 /// When a step runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -37,7 +37,11 @@ pub const STEPS: &[Step] = &[
     Step { name: "expire keys", when: When::Round, run: queue::keys::step },
     Step { name: "tidy lanes", when: When::Round, run: queue::shares::step },
     Step { name: "correct predictions", when: When::Round, run: queue::factors::step },
+    Step { name: "history ahead", when: When::Round, run: history::make_ahead },
+    Step { name: "history retention", when: When::Round, run: history::retention::step },
+    Step { name: "expire events", when: When::Round, run: history::retention::let_go_of_events },
     Step { name: "tick", when: When::RoundAndBell, run: changelog::tick::step },
     Step { name: "trim consumers", when: When::Round, run: changelog::consumer::step },
+    Step { name: "roll up", when: When::Round, run: accounting::roll_up::step },
     Step { name: "doorbells", when: When::Bell, run: doorbells::step },
 ];

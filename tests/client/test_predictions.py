@@ -86,11 +86,12 @@ def test_only_attempts_that_ended_with_tokens_reported_count(queue):
 
 def test_of_an_agent_the_last_thousand_attempts_count(queue):
     learn(queue, "x", 100, 100)
-    # Rows as attempts leave them, before those.
+    # Rows as attempts leave them, before those: of the same time and class of history.
     queue.conn.execute(
-        """WITH old AS (INSERT INTO stint.task_facts (queue, id, lane, priority, tokens, enqueued_at, agent, payload)
-                        SELECT 'q', ('00000000-0000-7000-8000-' || lpad(n::text, 12, '0'))::uuid, (SELECT min(lane) FROM stint.lanes WHERE queue = 'q'), 0, 100,
-                               clock_timestamp() - interval '1 day', 'x', '1' FROM generate_series(1, 2000) AS n RETURNING id),
+        """WITH first AS (SELECT id::text FROM stint.task_facts WHERE queue = 'q' ORDER BY task_facts.id LIMIT 1),
+                old AS (INSERT INTO stint.task_facts (queue, id, lane, priority, tokens, enqueued_at, agent, payload)
+                        SELECT 'q', (left(first.id, 13) || '-7000-8000-' || lpad(n::text, 10, '0') || right(first.id, 2))::uuid, (SELECT min(lane) FROM stint.lanes WHERE queue = 'q'), 0, 100,
+                               clock_timestamp() - interval '1 day', 'x', '1' FROM generate_series(1, 2000) AS n, first RETURNING id),
                 ended AS (INSERT INTO stint.task_attempts (queue, id, attempt, lease, started_at, ended_at, ended, worker, input_tokens)
                           SELECT 'q', id, 1, gen_random_uuid(), clock_timestamp() - interval '1 day', clock_timestamp() - interval '1 day', 'completed', 'w', 200 FROM old)
            INSERT INTO stint.task_outcomes (queue, id, outcome, attempt, finished_at) SELECT 'q', id, 'completed', 1, clock_timestamp() - interval '1 day' FROM old"""

@@ -1,5 +1,6 @@
 //! What a new task has to wait for: looked up and held still before the task is written.
 
+use crate::history::{self, LeafStatement};
 use crate::queue::config::{self, Queue};
 use crate::queue::enqueue::Request;
 use crate::queue::late;
@@ -36,18 +37,17 @@ static HOLD_BLOCKED: Statement = Statement::new(
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 
-static ENDED: Statement = Statement::new(
-    c"select o.id, o.outcome::text
+static ENDED: LeafStatement = LeafStatement::new(
+    "select o.id, o.outcome::text
       from unnest($2) as u (id)
-      cross join lateral (select t.id, t.outcome from stint.task_outcomes t where t.queue = $1 and t.id = u.id limit 1) as o",
+      cross join lateral (select t.id, t.outcome from {outcomes} t where t.queue = $1 and t.id = u.id limit 1) as o",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 
-static UNKNOWN: Statement = Statement::new(
-    c"select u.id
+static KNOWN: LeafStatement = LeafStatement::new(
+    "select u.id
       from unnest($2) as u (id)
-      where (select true from stint.task_facts f where f.queue = $1 and f.id = u.id limit 1) is null
-      limit 1",
+      where (select true from {facts} f where f.queue = $1 and f.id = u.id limit 1)",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 
@@ -173,8 +173,10 @@ pub fn hold<'a>(session: &Session, name: &str, queue: &Queue, requests: impl Ite
             let held = take(session, name, statement, &mut wanted);
             ready += if place == 0 { held.len() } else { 0 };
         }
-        let over = take(session, name, &ENDED, &mut wanted);
-        gate.ended.extend((0..over.len()).map(|at| (*over.must::<pgrx::Uuid>(at, 1).as_bytes(), over.must(at, 2))));
+        for over in history::read_many(session, &ENDED, name, &wanted) {
+            gate.ended.extend((0..over.len()).map(|at| (*over.must::<pgrx::Uuid>(at, 1).as_bytes(), over.must::<String>(at, 2))));
+            strike(&mut wanted, &over);
+        }
         if !joined {
             gate.free = groups.iter().filter(|key| take_turn(session, name, key)).map(|key| key.to_string()).collect();
             joined = true;
@@ -183,9 +185,10 @@ pub fn hold<'a>(session: &Session, name: &str, queue: &Queue, requests: impl Ite
         if wanted.is_empty() {
             return Some(());
         }
-        let unknown = session.run(&UNKNOWN, &[arg(name), arg(wanted.clone())]);
-        if !unknown.is_empty() {
-            late::unknown_task(name, unknown.must(0, 1));
+        let mut unknown = wanted.clone();
+        history::read_many(session, &KNOWN, name, &wanted).iter().for_each(|known| strike(&mut unknown, known));
+        if let Some(id) = unknown.first() {
+            late::unknown_task(session, name, *id);
         }
         None
     });
@@ -200,11 +203,16 @@ pub fn hold<'a>(session: &Session, name: &str, queue: &Queue, requests: impl Ite
 /// Runs a statement that finds some of the `wanted` tasks, and strikes those from the list.
 fn take(session: &Session, name: &str, statement: &Statement, wanted: &mut Vec<pgrx::Uuid>) -> Rows {
     let rows = session.run(statement, &[arg(name), arg(wanted.clone())]);
+    strike(wanted, &rows);
+    rows
+}
+
+/// Strikes what was found from a list.
+fn strike(wanted: &mut Vec<pgrx::Uuid>, rows: &Rows) {
     if !rows.is_empty() {
         let found: HashSet<[u8; 16]> = (0..rows.len()).map(|at| *rows.must::<pgrx::Uuid>(at, 1).as_bytes()).collect();
         wanted.retain(|id| !found.contains(id.as_bytes()));
     }
-    rows
 }
 
 /// Takes the turn of a group that has no live task; false where one has it, which then keeps it until this transaction ends.
@@ -261,8 +269,8 @@ pub fn depend(session: &Session, name: &str, id: pgrx::Uuid, on: Vec<pgrx::Uuid>
     session.run(&DEPEND, &[arg(name), arg(id), arg(on), arg(spots), arg(policy.word())]);
 }
 
-/// The last 32 bits of a UUIDv7 are random.
+/// The 24 bits before the last byte of a task's id are random, and those before them count.
 fn spot(id: &pgrx::Uuid) -> i32 {
     let bytes = id.as_bytes();
-    i32::from_be_bytes([bytes[12], bytes[13], bytes[14], bytes[15]])
+    i32::from_be_bytes([bytes[12], bytes[13], bytes[14], bytes[11]])
 }
