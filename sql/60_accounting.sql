@@ -411,16 +411,3 @@ REVOKE ALL ON FUNCTION stint.verify_accounting FROM PUBLIC;
 COMMENT ON FUNCTION stint.verify_accounting IS
 'Compares the sums that the dashboard is made of with the attempts and tasks themselves, by queue and day (UTC); no row means they agree. since: days before it are left out; give the time
 from which history is still whole, since sums outlive it. Reads all history: for tests and for nights when you doubt. Use in FROM.';
-
-CREATE VIEW stint.prediction_factors AS
-SELECT r.queue, nullif(r.agent, '') AS agent, sum(r.predicted_tokens) AS predicted_tokens, sum(r.measured_tokens) AS measured_tokens,
-       round(sum(r.measured_tokens) / sum(r.predicted_tokens), 3) AS factor
-FROM stint.usage_rollups r
-CROSS JOIN stint.rollup_marks m
-WHERE r.since >= now() - interval '7 days'
-  AND (r.level = 3 AND r.since < m.days_until OR r.level = 2 AND r.since >= m.days_until AND r.since < m.hours_until OR r.level = 1 AND r.since >= m.hours_until)
-GROUP BY r.queue, r.agent
-HAVING sum(r.predicted_tokens) > 0;
-COMMENT ON VIEW stint.prediction_factors IS
-'For each queue and agent, how many tokens the completed and failed attempts of the last seven days used for each token predicted: what a prediction is to be multiplied by. From roll-ups, so it
-costs milliseconds; stint.prediction_advice reads every attempt, and says more';

@@ -35,6 +35,8 @@ pub const STEPS: &[Step] = &[
     Step { name: "promote", when: When::Round, run: queue::promote::step },
     Step { name: "schedules", when: When::Round, run: queue::schedule::step },
     Step { name: "expire keys", when: When::Round, run: queue::keys::step },
+    Step { name: "tidy lanes", when: When::Round, run: queue::shares::step },
+    Step { name: "correct predictions", when: When::Round, run: queue::factors::step },
     Step { name: "history ahead", when: When::Round, run: history::make_ahead },
     Step { name: "history retention", when: When::Round, run: history::retention::step },
     Step { name: "expire events", when: When::Round, run: history::retention::let_go_of_events },

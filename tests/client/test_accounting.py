@@ -520,16 +520,3 @@ def test_the_functions_need_no_right_on_tables(server, database, conn, connect):
             call(conn, "latency")
         with pytest.raises(psycopg.errors.InsufficientPrivilege), conn.transaction():
             conn.execute("SELECT FROM stint.usage_rollups")
-
-
-def test_what_a_prediction_is_to_be_multiplied_by(conn):
-    queue = Queue(conn)
-    queue.fill(2, agent="a", tokens=100)
-    queue.fill(1, agent="b", tokens=100)
-    queue.fill(1, agent="c")
-    for _ in range(2):
-        queue.complete(queue.one(), input_tokens=120, output_tokens=30)
-    queue.release(queue.one(agents=["b"]))
-    queue.complete(queue.one(agents=["c"]), input_tokens=9)
-    call(conn, "roll_up")
-    assert rows(conn, "SELECT queue, agent, factor::text FROM stint.prediction_factors") == [("q", "a", "1.500")]
