@@ -28,6 +28,8 @@ CREATE TABLE stint.queue_config (
     max_run_time    interval,
     paused          boolean NOT NULL,
     strict_groups   boolean NOT NULL,
+    fair            boolean NOT NULL DEFAULT false,
+    correct_predictions boolean NOT NULL DEFAULT false,
     history_retention interval,
     history_archive text NOT NULL DEFAULT 'drop' CHECK (history_archive IN ('drop', 'detach')),
     history_class   smallint NOT NULL DEFAULT 0,
@@ -54,15 +56,39 @@ CREATE TABLE stint.budget_config (
 );
 COMMENT ON TABLE stint.budget_config IS 'Budgets and their limits; made by stint.create_budget. What is in use of them is derived from stint.place_running and stint.task_attempts';
 
--- One lane for each set of budgets that tasks of a queue name themselves; what the queue itself draws on is added at claim, so it can change.
+-- One lane for each set of budgets that tasks of a queue name themselves; what the queue itself draws on is added at claim, so it can change. A fair queue has
+-- lanes for each group of tasks beside those: they come with the group's tasks and go when no live task uses them (src/queue/shares.rs), so nothing but the row
+-- of a live task may name one. task_facts names the lane of the budgets.
 CREATE TABLE stint.lanes (
     queue           text COLLATE "C" NOT NULL,
     lane            int GENERATED ALWAYS AS IDENTITY,
     budgets         int[] NOT NULL,
-    PRIMARY KEY (queue, lane),
-    UNIQUE (queue, budgets)
+    group_key       text COLLATE "C",
+    closed          xid8,
+    PRIMARY KEY (queue, lane)
 );
-COMMENT ON TABLE stint.lanes IS 'The lines tasks wait in: one for each queue and set of budgets';
+CREATE UNIQUE INDEX lanes_budgets ON stint.lanes (queue, budgets) WHERE group_key IS NULL;
+CREATE UNIQUE INDEX lanes_groups ON stint.lanes (queue, group_key, budgets) WHERE group_key IS NOT NULL AND closed IS NULL;
+COMMENT ON TABLE stint.lanes IS 'The lines tasks wait in: one for each queue and set of budgets, and of a fair queue for each group. closed: no task enters any more, and the lane goes when the transactions before this one are over';
+
+CREATE TABLE stint.group_weights (
+    queue           text COLLATE "C" NOT NULL,
+    group_key       text COLLATE "C" NOT NULL,
+    weight          double precision NOT NULL,
+    PRIMARY KEY (queue, group_key)
+);
+COMMENT ON TABLE stint.group_weights IS 'What groups of fair queues count, where that is not 1; made by stint.set_weight';
+
+-- A row of a queue and agent; the agent of tasks without one is ''.
+CREATE TABLE stint.prediction_factors (
+    queue           text COLLATE "C" NOT NULL,
+    agent           text COLLATE "C" NOT NULL,
+    attempts        bigint NOT NULL,
+    factor          double precision NOT NULL,
+    refreshed_at    timestamptz NOT NULL,
+    PRIMARY KEY (queue, agent)
+);
+COMMENT ON TABLE stint.prediction_factors IS 'By what claims multiply the predictions of an agent in queues that correct them: what its latest attempts used against what was predicted';
 
 -- History: what every task was (task_facts), each of its ended attempts and how it ended. Partitioned by retention class, which is the last byte of a task's id, and
 -- in each class by time, which are the first bytes of the id; so the id alone says the partition, and a query that has an id looks into one partition of each class,
@@ -159,6 +185,7 @@ CREATE TABLE stint.place_running (
     cancel_requested boolean NOT NULL DEFAULT false,
     budgets         int[],
     reserved        bigint[],
+    share           bigint,
     worker          text COLLATE "C" NOT NULL,
     run_id          text COLLATE "C",
     trace_id        text COLLATE "C",
@@ -167,7 +194,7 @@ CREATE TABLE stint.place_running (
     PRIMARY KEY (queue, id)
 ) WITH (fillfactor = 80);
 CREATE INDEX place_running_expiry ON stint.place_running (expires_at);
-COMMENT ON TABLE stint.place_running IS 'Tasks under a lease, with what they reserve of each budget. deadline: no heartbeat moves the lease past it; heartbeat_gap: the longest time between two heartbeats. Leases are secrets: no view shows this table''s lease column';
+COMMENT ON TABLE stint.place_running IS 'Tasks under a lease, with what they reserve of each budget. share: the tokens their group of a fair queue was charged; deadline: no heartbeat moves the lease past it; heartbeat_gap: the longest time between two heartbeats. Leases are secrets: no view shows this table''s lease column';
 
 CREATE TABLE stint.task_attempts (
     queue           text COLLATE "C" NOT NULL,
@@ -284,6 +311,8 @@ SELECT pg_catalog.pg_extension_config_dump('stint.budget_config_number_seq', '')
 SELECT pg_catalog.pg_extension_config_dump('stint.history_classes', 'WHERE class <> 0');
 SELECT pg_catalog.pg_extension_config_dump('stint.lanes', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.lanes_lane_seq', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.group_weights', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.prediction_factors', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.task_facts', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.task_seq', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.place_ready', '');

@@ -16,6 +16,8 @@ CREATE FUNCTION stint.create_queue(
     max_run_time interval DEFAULT NULL,
     paused boolean DEFAULT false,
     strict_groups boolean DEFAULT false,
+    fair boolean DEFAULT false,
+    correct_predictions boolean DEFAULT false,
     history_retention interval DEFAULT NULL,
     history_archive text DEFAULT 'drop'
 ) RETURNS void
@@ -34,6 +36,9 @@ notify: whether changes ring the channel stint_queue (a coalesced doorbell sent 
 max_run_time: the longest an attempt may run: no heartbeat keeps its lease longer, so the sweep takes it back (the attempt counts). paused: whether claims find nothing for now.
 strict_groups: of the tasks with one group_key at most one runs at a time, and they run in the order of enqueueing whatever their priority; one that is scheduled,
 backs off, waits for other tasks or awaits an event holds up those behind it. Without it group_key is a label.
+fair: the queue is shared by the tasks'' group_keys in proportion to their weights (stint.set_weight, 1 by default), by tokens spent and not by tasks: the group that got least
+has the next turn, and priority and order count within a group only. Tasks without a group_key are one group. Goes with strict_groups.
+correct_predictions: claims reserve of budgets, and charge to groups, a task''s prediction times what its agent''s latest attempts used for each token predicted (see stint.prediction_advice).
 history_retention: how long a task, its attempts and its outcome are kept after it finished, from 1 hour on; null: for ever. They go with their partition, a thirtieth of that time at once, so some are
 kept a little longer. A live task is never removed. Holds for tasks enqueued from now on. history_archive: ''drop'' removes partitions past it, ''detach'' moves them to the schema stint_archive, where they are yours to dump and drop.
 Errors: 42710 the queue exists; 42704 unknown budget; 22023 a value out of its bounds.';
@@ -133,14 +138,14 @@ AS 'MODULE_PATHNAME', 'enqueue_wrapper';
 REVOKE ALL ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], text, uuid[], text, int, interval, jsonb, interval) FROM PUBLIC;
 COMMENT ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], text, uuid[], text, int, interval, jsonb, interval) IS
 'Adds a task to a queue and returns its id, a UUIDv7. The payload reaches the worker byte for byte as jsonb keeps it.
-priority: higher is claimed sooner. run_at or delay: not before that instant, or that long from now.
+priority: higher is claimed sooner, in a fair queue within its group. run_at or delay: not before that instant, or that long from now.
 key: at most one task for each queue and key while the key is kept; a repeat returns the id of the first and changes nothing.
 agent: who the work is for, for accounting. tokens: predicted tokens, reserved of every budget while the task runs.
 budgets: budgets it draws on beside its queue''s. max_attempts, lease_for, max_run_time: in place of the queue''s. labels: anything you want to find it by.
-group_key: what the task belongs with; in a queue with strict_groups it runs after those of the same key that were enqueued before.
+group_key: what the task belongs with; in a queue with strict_groups it runs after those of the same key that were enqueued before, a fair queue is shared among keys.
 depends_on: tasks of the same queue that must end first; until then it is blocked. Only tasks that exist can be named, so there are no cycles.
 on_dependency_failure: what becomes of it at once when one of them fails or is cancelled: ''fail'', ''cancel'', or ''run'' it all the same once all have ended.
-Waits for: another transaction that holds the same key, enqueues the first task of the same strict group, or moves a task named in depends_on. Sends no NOTIFY.
+Waits for: another transaction that holds the same key, enqueues the first task of the same group of a strict or fair queue, or moves a task named in depends_on. Sends no NOTIFY.
 Errors: 42704 unknown queue or budget; P0002 depends_on names a task that the queue does not have; 54000 over a limit, or a prediction above a budget''s capacity; 22023 a value out of its bounds.';
 
 CREATE FUNCTION stint.enqueue_many(
@@ -168,13 +173,14 @@ AS 'MODULE_PATHNAME', 'claim_wrapper';
 REVOKE ALL ON FUNCTION stint.claim(text, text, int, interval, interval, text[]) FROM PUBLIC;
 COMMENT ON FUNCTION stint.claim(text, text, int, interval, interval, text[]) IS
 'Takes at most max tasks under a lease each, by priority (descending), then enqueue order; only tasks whose budgets all have room.
+In a fair queue the group that got the fewest tokens by weight has the next turn, task by task, and that order holds within each group; a group without room is passed by.
 worker: who runs them, as shown in stint.tasks. lease_for: in place of the task''s or the queue''s.
 wait: sleep in the server until a task is there, at most so long (and at most stint.max_wait); one waiter is woken for each task. Give waiters a connection pool of their own.
 agents: only tasks for these agents, 1 to 100 of them; others are neither held up nor moved. A wait for some agents looks ten times a second, since no wake-up is meant for it.
 A paused queue yields nothing.
 lease is a secret: it is the right to end this attempt. expires_in_ms counts from the claim.
 An empty claim writes nothing. Use in FROM. Never waits for other sessions'' rows.
-Errors: 42704 unknown queue; 25001 wait under REPEATABLE READ; 40001 under REPEATABLE READ when another session took the row; 0A000 when a transaction that claimed budgeted tasks is prepared.';
+Errors: 42704 unknown queue; 25001 wait under REPEATABLE READ; 40001 under REPEATABLE READ when another session took the row; 0A000 when a transaction that claimed tasks with budgets or of a fair queue is prepared.';
 
 CREATE FUNCTION stint.extend(
     queue text,

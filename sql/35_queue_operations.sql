@@ -15,6 +15,8 @@ CREATE FUNCTION stint.alter_queue(
     comment text DEFAULT NULL,
     max_run_time interval DEFAULT NULL,
     paused boolean DEFAULT NULL,
+    fair boolean DEFAULT NULL,
+    correct_predictions boolean DEFAULT NULL,
     history_retention interval DEFAULT NULL,
     history_archive text DEFAULT NULL
 ) RETURNS void
@@ -24,8 +26,47 @@ REVOKE ALL ON FUNCTION stint.alter_queue FROM PUBLIC;
 COMMENT ON FUNCTION stint.alter_queue IS
 'Changes a queue''s settings; the arguments are those of stint.create_queue, and null keeps what is there. max_run_time => ''0'' and comment => '''' take theirs away.
 history_retention => ''0'' keeps history for ever; it and history_archive hold for tasks enqueued from now on: those that are there keep what they were enqueued with.
-What runs goes on under the lease, deadline and budgets it was claimed with. Waits for: another open transaction that changes the same queue.
+What runs goes on under the lease, deadline and budgets it was claimed with. fair applies to tasks enqueued from then on: those that wait stand together as the group without
+a key; taken away, the tasks of all groups are claimed by priority, then enqueue order. Waits for: another open transaction that changes the same queue.
 Errors: 42704 unknown queue or budget; 22023 a value out of its bounds.';
+
+CREATE FUNCTION stint.set_weight(queue text, group_key text, weight double precision DEFAULT NULL) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'set_weight_wrapper';
+REVOKE ALL ON FUNCTION stint.set_weight FROM PUBLIC;
+COMMENT ON FUNCTION stint.set_weight IS
+'Says what a group of a fair queue counts, from the commit on: with twice the weight of another it gets twice the tokens while both have tasks waiting. From 0.001 to 1000; every group counts 1
+unless told otherwise, as do tasks without a group_key. null, or left out, takes the weight away. Waits for: another open transaction that sets the same weight.
+Errors: 42704 unknown queue; 22004 no group_key; 22023 a weight out of its bounds.';
+
+CREATE FUNCTION stint.group_usage() RETURNS TABLE (queue text, group_key text, tokens bigint, virtual_time double precision)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'group_usage_wrapper';
+REVOKE ALL ON FUNCTION stint.group_usage FROM PUBLIC;
+COMMENT ON FUNCTION stint.group_usage IS
+'What the groups of fair queues got, as claims see it: tokens charged and settled since the server started, and their time, which claims compare.
+null where nothing is remembered. Read by stint.fair_shares. Use in FROM.';
+
+CREATE VIEW stint.fair_shares AS
+SELECT q.queue, u.group_key COLLATE "C" AS group_key, coalesce(w.weight, 1) AS weight, u.tokens, u.virtual_time,
+       (SELECT count(*) FROM stint.lanes l JOIN stint.place_ready r ON r.queue = l.queue AND r.lane = l.lane
+        WHERE l.queue = q.queue AND l.group_key IS NOT DISTINCT FROM u.group_key) AS ready,
+       (SELECT count(*) FROM stint.lanes l JOIN stint.place_running r ON r.queue = l.queue AND r.lane = l.lane
+        WHERE l.queue = q.queue AND l.group_key IS NOT DISTINCT FROM u.group_key) AS running
+FROM stint.group_usage() u
+JOIN stint.queue_config q ON q.queue = u.queue
+LEFT JOIN stint.group_weights w ON w.queue = u.queue AND w.group_key = u.group_key;
+COMMENT ON VIEW stint.fair_shares IS
+'Groups of fair queues that have live tasks or a weight: the tokens each got since the server started, its virtual time (tokens by weight; of the groups with tasks ready and room in
+their budgets the one with the least has the next turn, and one that was idle goes on from the least of the others), and its tasks ready and running. The group without a key has none';
+
+CREATE FUNCTION stint.tidy_lanes() RETURNS bigint
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'tidy_lanes_wrapper';
+REVOKE ALL ON FUNCTION stint.tidy_lanes FROM PUBLIC;
+COMMENT ON FUNCTION stint.tidy_lanes IS
+'Removes the lanes of groups of fair queues that have no live task, a few calls after they had their last one: no transaction may still be open that began before. Returns how many.
+The maintenance worker does this every minute; call it where none runs.';
 
 CREATE FUNCTION stint.pause_queue(queue text) RETURNS boolean
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
@@ -234,7 +275,7 @@ COMMENT ON FUNCTION stint.lease_advice IS
 queue''s lease, and in words what follows. Lapsed attempts are counted, but not timed. Reads all attempts of the queue. Use in FROM. Errors: 42704 unknown queue.';
 
 CREATE FUNCTION stint.prediction_advice(queue text) RETURNS TABLE (
-    agent text, attempts bigint, predicted_tokens numeric, actual_tokens numeric, factor numeric, factor_p50 numeric, factor_p99 numeric, advice text
+    agent text, attempts bigint, predicted_tokens numeric, actual_tokens numeric, factor numeric, factor_p50 numeric, factor_p99 numeric, applied double precision, advice text
 )
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'prediction_advice_wrapper';
@@ -242,4 +283,13 @@ REVOKE ALL ON FUNCTION stint.prediction_advice FROM PUBLIC;
 COMMENT ON FUNCTION stint.prediction_advice IS
 'For each agent of a queue: the tokens predicted for its completed and failed attempts against those they reported (input and output), together and as the median and
 99th percentile of the factor between the two, and in words what follows. Tasks without a prediction and attempts without reported tokens are left out.
-Reads all attempts of the queue. Use in FROM. Errors: 42704 unknown queue.';
+applied: by what claims multiply the agent''s predictions where the queue has correct_predictions: actual by predicted tokens of its latest attempts, at least 20 and at
+most 1,000 of them, from 0.25 to 4, found anew every minute. null where nothing is corrected. Reads all attempts of the queue. Use in FROM. Errors: 42704 unknown queue.';
+
+CREATE FUNCTION stint.refresh_factors() RETURNS bigint
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'refresh_factors_wrapper';
+REVOKE ALL ON FUNCTION stint.refresh_factors FROM PUBLIC;
+COMMENT ON FUNCTION stint.refresh_factors IS
+'Finds anew by what predictions are corrected, in every queue with correct_predictions, from the attempts of its latest 10,000 tasks that had one. Returns how many factors changed.
+The maintenance worker does this every minute; call it where none runs.';

@@ -153,10 +153,10 @@ CREATE FUNCTION stint.activate(keep_leases boolean DEFAULT false) RETURNS intege
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'activate_wrapper';
 COMMENT ON FUNCTION stint.activate(boolean) IS
 'Lets a restored or cloned database work on its own: ends the leases the other one gave, so that the next sweep takes those tasks back and no old worker''s call matches; gives the changes it
-was restored with their last positions, opens a new epoch and returns its number. Until then the verbs of queues and state tables there are refused (55000) and the maintenance worker does
+was restored with their last positions, adds up what its original had not, opens a new epoch and returns its number. Until then the verbs of queues and state tables there are refused (55000) and the maintenance worker does
 nothing; views, positions and tags made before stay readable and keep their meaning. Where the database is no copy it changes nothing.
 keep_leases: after pg_upgrade, whose workers go on with what they hold.
-Locks: the tick lock until the transaction ends.';
+Errors: 25001 in a copy, in a transaction that has written something. Locks: the tick lock and the roll-up lock until the transaction ends.';
 REVOKE ALL ON FUNCTION stint.activate(boolean) FROM PUBLIC;
 
 CREATE FUNCTION stint.changes(relation regclass, since_pos bigint DEFAULT 0, max integer DEFAULT 1000)

@@ -82,7 +82,7 @@ COMMENT ON FUNCTION stint.histogram IS
 'A histogram of measures and of what histograms (parts) hold, from which stint.quantile reads; nulls are left out, null where nothing is left. scale: ''duration'' (microseconds, read back
 within 2.5 % of the value) or ''share'' (0 to 1, within 0.005). The bytes are pairs of a gap to the bucket before and a count, in groups of seven bits. Errors: 22023 no such scale, no histogram.';
 
-CREATE FUNCTION stint.quantile(scale text, histogram bytea, share double precision DEFAULT 0.5) RETURNS double precision
+CREATE FUNCTION stint.quantile(scale text, histogram bytea DEFAULT NULL, share double precision DEFAULT 0.5) RETURNS double precision
 LANGUAGE c IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'quantile_wrapper';
 REVOKE ALL ON FUNCTION stint.quantile FROM PUBLIC;

@@ -42,6 +42,12 @@ AS $$
     SELECT 'every waiting task stands in a lane of its queue', p.queue, p.id, p.place || ', lane ' || p.lane
     FROM places p WHERE NOT EXISTS (SELECT FROM stint.lanes l WHERE l.queue = p.queue AND l.lane = p.lane)
     UNION ALL
+    SELECT 'a lane of a group holds tasks of that group only', p.queue, p.id, p.place || ' in the lane of group "' || l.group_key || '"'
+    FROM places p
+    JOIN stint.lanes l ON l.queue = p.queue AND l.lane = p.lane
+    JOIN stint.task_facts f ON f.queue = p.queue AND f.id = p.id
+    WHERE l.group_key <> coalesce(f.group_key, '')
+    UNION ALL
     SELECT 'every ended attempt has its row, numbered from 1', p.queue, p.id,
            p.place || ' after attempt ' || p.attempt || ', ' || coalesce(e.attempts, 0) || ' rows up to ' || coalesce(e.last, 0)
     FROM places p LEFT JOIN ended e ON e.queue = p.queue AND e.id = p.id

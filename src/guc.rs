@@ -5,6 +5,7 @@ use pgrx::pg_sys;
 
 static MAX_BUDGETS: GucSetting<i32> = GucSetting::<i32>::new(1024);
 static MAX_LANES: GucSetting<i32> = GucSetting::<i32>::new(8192);
+static MAX_GROUPS: GucSetting<i32> = GucSetting::<i32>::new(8192);
 static MAX_DATABASES: GucSetting<i32> = GucSetting::<i32>::new(64);
 static MAX_PAYLOAD_KB: GucSetting<i32> = GucSetting::<i32>::new(1024);
 static MAX_BATCH: GucSetting<i32> = GucSetting::<i32>::new(10_000);
@@ -150,9 +151,19 @@ fn sizes_of_shared_memory(flags: GucFlags) {
     );
     GucRegistry::define_int_guc(
         c"stint.max_lanes",
-        c"Lanes (queues and sets of budgets) of all databases whose heads fit in shared memory.",
+        c"Lanes (queues and sets of budgets, of fair queues also groups) of all databases whose heads fit in shared memory.",
         c"A lane beyond it works, but its claims are not protected against a held snapshot.",
         &MAX_LANES,
+        16,
+        10_000_000,
+        GucContext::Postmaster,
+        flags,
+    );
+    GucRegistry::define_int_guc(
+        c"stint.max_groups",
+        c"Groups of fair queues of all databases whose share fits in shared memory.",
+        c"Groups beyond it have their turns together, as one group of their queue.",
+        &MAX_GROUPS,
         16,
         10_000_000,
         GucContext::Postmaster,
@@ -182,6 +193,11 @@ pub fn max_budgets() -> usize {
 /// `stint.max_lanes`.
 pub fn max_lanes() -> usize {
     at_least_zero(MAX_LANES.get())
+}
+
+/// `stint.max_groups`.
+pub fn max_groups() -> usize {
+    at_least_zero(MAX_GROUPS.get())
 }
 
 /// `stint.max_databases`.

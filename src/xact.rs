@@ -3,7 +3,7 @@
 //! there is a server PANIC.
 
 use crate::errors::Fault;
-use crate::shmem::{bells, budgets, config, heads, waiters, workers};
+use crate::shmem::{bells, budgets, config, fair, heads, waiters, workers};
 use pgrx::pg_sys::{SubXactEvent, XactEvent};
 use pgrx::prelude::*;
 use std::cell::RefCell;
@@ -88,7 +88,9 @@ unsafe extern "C-unwind" fn on_xact(event: XactEvent::Type, _arg: *mut c_void) {
         XactEvent::XACT_EVENT_PRE_PREPARE => refuse_prepare(),
         XactEvent::XACT_EVENT_COMMIT => {
             budgets::PENDING.with(|p| p.drain(budgets::commit));
+            fair::PENDING.with(|p| p.drain(fair::commit));
             config::PENDING.with(|p| p.drain(config::commit));
+            config::LANES.with(|p| p.drain(config::lanes_changed));
             heads::PENDING.with(|p| p.drain(heads::commit));
             heads::GONE.with(|p| p.drain(heads::remove));
             heads::RESCANS.with(|p| p.drain(heads::rescanned));
@@ -98,7 +100,9 @@ unsafe extern "C-unwind" fn on_xact(event: XactEvent::Type, _arg: *mut c_void) {
         }
         XactEvent::XACT_EVENT_ABORT => {
             budgets::PENDING.with(|p| p.drain(budgets::abort));
+            fair::PENDING.with(|p| p.drain(fair::abort));
             config::PENDING.with(|p| p.drain(config::abort));
+            config::LANES.with(|p| p.drain(|_| ()));
             heads::PENDING.with(|p| p.drain(|_| ()));
             heads::GONE.with(|p| p.drain(|_| ()));
             heads::RESCANS.with(|p| p.drain(|_| ()));
@@ -124,7 +128,9 @@ unsafe extern "C-unwind" fn on_xact(event: XactEvent::Type, _arg: *mut c_void) {
 fn refuse_prepare() {
     let what = if budgets::PENDING.with(|p| p.any(|_| true)) {
         "claimed or ended a task that draws on a budget"
-    } else if config::PENDING.with(|p| p.any(|_| true)) {
+    } else if fair::PENDING.with(|p| p.any(|_| true)) {
+        "claimed or ended a task of a fair queue"
+    } else if config::PENDING.with(|p| p.any(|_| true)) || config::LANES.with(|p| p.any(|_| true)) {
         "changed a queue, a lane or a budget"
     } else {
         return;
@@ -139,7 +145,9 @@ unsafe extern "C-unwind" fn on_subxact(event: SubXactEvent::Type, me: pg_sys::Su
     match event {
         SubXactEvent::SUBXACT_EVENT_COMMIT_SUB => {
             budgets::PENDING.with(|p| p.reassign(me, parent));
+            fair::PENDING.with(|p| p.reassign(me, parent));
             config::PENDING.with(|p| p.reassign(me, parent));
+            config::LANES.with(|p| p.reassign(me, parent));
             heads::PENDING.with(|p| p.reassign(me, parent));
             heads::GONE.with(|p| p.reassign(me, parent));
             heads::RESCANS.with(|p| p.reassign(me, parent));
@@ -149,7 +157,9 @@ unsafe extern "C-unwind" fn on_subxact(event: SubXactEvent::Type, me: pg_sys::Su
         }
         SubXactEvent::SUBXACT_EVENT_ABORT_SUB => {
             budgets::PENDING.with(|p| p.drain_sub(me, budgets::abort));
+            fair::PENDING.with(|p| p.drain_sub(me, fair::abort));
             config::PENDING.with(|p| p.drain_sub(me, config::abort));
+            config::LANES.with(|p| p.drain_sub(me, |_| ()));
             heads::PENDING.with(|p| p.drain_sub(me, |_| ()));
             heads::GONE.with(|p| p.drain_sub(me, |_| ()));
             heads::RESCANS.with(|p| p.drain_sub(me, |_| ()));

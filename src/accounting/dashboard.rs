@@ -52,15 +52,21 @@ static PAGE: Statement = Statement::new(
                                        'p99_run_ms', stint.quantile('duration', s.run, 0.99) / 1000)
                     || case when s.by = 'all' then '{}' else jsonb_build_object(s.by, s.name) end as line
              from sums s
-         ), series as (
-             select coalesce(a.at, t.at) as at, coalesce(a.attempts, 0) as attempts, coalesce(a.tokens, 0) as tokens, coalesce(a.cost, 0) as cost,
-                    coalesce(t.completed, 0) as completed, coalesce(t.failed, 0) as failed, coalesce(t.cancelled, 0) as cancelled
-             from (select to_char(date_bin(case when s.since < $13 then interval '1 day' else interval '1 hour' end, s.since, '2000-01-01 00:00:00+00') at time zone 'UTC', $10) as at, sum(s.attempts)::bigint as attempts, sum(s.input_tokens + s.output_tokens) as tokens,
-                          sum(s.model_cost + s.compute_cost) as cost
+         ), bins as (
+             select coalesce(a.bin, t.bin) as bin, a.attempts, a.tokens, a.cost, t.completed, t.failed, t.cancelled
+             from (select date_bin(case when s.since < $13 then interval '1 day' else interval '1 hour' end, s.since, '2000-01-01 00:00:00+00') as bin, sum(s.attempts) as attempts,
+                          sum(s.input_tokens + s.output_tokens) as tokens, sum(s.model_cost + s.compute_cost) as cost
                    from usage s group by 1) a
-             full join (select to_char(date_bin(case when s.since < $13 then interval '1 day' else interval '1 hour' end, s.since, '2000-01-01 00:00:00+00') at time zone 'UTC', $10) as at, sum(s.tasks) filter (where s.outcome = 'completed')::bigint as completed,
-                               sum(s.tasks) filter (where s.outcome = 'failed')::bigint as failed, sum(s.tasks) filter (where s.outcome = 'cancelled')::bigint as cancelled
-                        from tasks s group by 1) t on t.at = a.at
+             full join (select date_bin(case when s.since < $13 then interval '1 day' else interval '1 hour' end, s.since, '2000-01-01 00:00:00+00') as bin,
+                               sum(s.tasks) filter (where s.outcome = 'completed') as completed, sum(s.tasks) filter (where s.outcome = 'failed') as failed,
+                               sum(s.tasks) filter (where s.outcome = 'cancelled') as cancelled
+                        from tasks s group by 1) t on t.bin = a.bin
+         ), series as (
+             select to_char(b.bin at time zone 'UTC', $10) as at, coalesce(sum(b.attempts), 0)::bigint as attempts, coalesce(sum(b.tokens), 0) as tokens,
+                    coalesce(sum(b.cost), 0) as cost, coalesce(sum(b.completed), 0)::bigint as completed, coalesce(sum(b.failed), 0)::bigint as failed,
+                    coalesce(sum(b.cancelled), 0)::bigint as cancelled
+             from bins b
+             group by 1
          )
          select jsonb_build_object(
              'since', case when isfinite($4) then $4 end, 'until', case when isfinite($5) then $5 end,

@@ -117,15 +117,18 @@ pub const fn sql(text: &'static str) -> &'static CStr {
     }
 }
 
-/// What attempts used: sums of the spans `$1` to `$3`, and from `$4` to `$5` what is not added up.
+/// What attempts used: sums of the spans `$1` to `$3`, of one queue along its key, and from `$4` to `$5` what is not added up.
 macro_rules! usage_rows {
     () => {
         "select r.since, r.queue, r.agent, r.model, r.ended, r.attempts, r.input_tokens, r.cached_tokens, r.output_tokens, r.model_cost, r.compute_cost,
                 r.predicted_tokens, r.measured_tokens, r.wait, r.run, r.confidence,
                 null::float8 as one_wait, null::float8 as one_run, null::float8 as one_confidence
          from unnest($1, $2, $3) as g (level, since, until)
-         cross join lateral (select * from stint.usage_rollups u where u.level = g.level and u.since >= g.since and u.since < g.until offset 0) r
-         where ($6 is null or r.queue = $6) and ($7 is null or r.agent = $7) and ($8 is null or r.model = $8) and ($9 is null or r.ended = $9)
+         cross join lateral (
+             select * from stint.usage_rollups u where $6 is null and u.level = g.level and u.since >= g.since and u.since < g.until
+             union all
+             select * from stint.usage_rollups u where u.queue = $6 and u.level = g.level and u.since >= g.since and u.since < g.until) r
+         where ($7 is null or r.agent = $7) and ($8 is null or r.model = $8) and ($9 is null or r.ended = $9)
          union all
          select t.since, t.queue, t.agent, t.model, t.ended, t.attempts, t.input_tokens, t.cached_tokens, t.output_tokens, t.model_cost, t.compute_cost,
                 t.predicted_tokens, t.measured_tokens, null, null, null, t.wait, t.run, t.confidence
@@ -141,8 +144,11 @@ macro_rules! task_rows {
         "select r.since, r.queue, r.agent, r.model, r.outcome, r.tasks, r.attempts, r.input_tokens, r.cached_tokens, r.output_tokens, r.model_cost,
                 r.compute_cost, r.retried_attempts, r.retried_cost
          from unnest($1, $2, $3) as g (level, since, until)
-         cross join lateral (select * from stint.task_rollups u where u.level = g.level and u.since >= g.since and u.since < g.until offset 0) r
-         where ($6 is null or r.queue = $6) and ($7 is null or r.agent = $7) and ($8 is null or r.model = $8) and ($9 is null or r.outcome = $9)
+         cross join lateral (
+             select * from stint.task_rollups u where $6 is null and u.level = g.level and u.since >= g.since and u.since < g.until
+             union all
+             select * from stint.task_rollups u where u.queue = $6 and u.level = g.level and u.since >= g.since and u.since < g.until) r
+         where ($7 is null or r.agent = $7) and ($8 is null or r.model = $8) and ($9 is null or r.outcome = $9)
          union all
          select t.since, t.queue, t.agent, t.model, t.outcome, t.tasks, t.attempts, t.input_tokens, t.cached_tokens, t.output_tokens, t.model_cost,
                 t.compute_cost, t.retried_attempts, t.retried_cost
@@ -152,17 +158,25 @@ macro_rules! task_rows {
     };
 }
 
-/// What rows `s` are grouped by: `$10` says what, `$11` is the time zone, `$12` since when hours are kept; `$word` is the column of how they ended. A row falls where
-/// the sums that it is in, or will be in, fall.
+/// What rows `s` are grouped by first, as columns `key` and `bin`: `$10` says what, `$12` since when hours are kept; `$word` is the column of how they ended. A row
+/// falls where the sums that it is in, or will be in, fall.
 macro_rules! group_key {
     ($word:literal) => {
         concat!(
             "(case $10 when 'agent' then nullif(s.agent, '') when 'model' then nullif(s.model, '') when 'queue' then s.queue when 'status' then s.",
             $word,
-            " else to_char(date_bin(case when s.since < $12 then interval '1 day' else interval '1 hour' end, s.since, '2000-01-01 00:00:00+00') at time zone $11,
-                      case $10 when 'hour' then 'YYYY-MM-DD HH24:00' when 'day' then 'YYYY-MM-DD' when 'month' then 'YYYY-MM' end) end) collate \"C\""
+            " end) collate \"C\" as key,
+             case when $10 in ('hour', 'day', 'month')
+                  then date_bin(case when s.since < $12 then interval '1 day' else interval '1 hour' end, s.since, '2000-01-01 00:00:00+00') end as bin"
         )
     };
 }
 
-pub(crate) use {group_key, task_rows, usage_rows};
+/// What those groups `k` are grouped by then, in the time zone `$11`.
+macro_rules! group_label {
+    () => {
+        "coalesce(k.key, to_char(k.bin at time zone $11, case $10 when 'hour' then 'YYYY-MM-DD HH24:00' when 'day' then 'YYYY-MM-DD' else 'YYYY-MM' end)) collate \"C\""
+    };
+}
+
+pub(crate) use {group_key, group_label, task_rows, usage_rows};

@@ -14,16 +14,15 @@ use stint_core::rollup::{Level, Marks};
 const SOON: i64 = 500;
 const AT_LATEST: i64 = 5 * SECOND;
 
-/// What is not added up, counted up to the number at which that is enough to know; and when there was a roll-up last.
+/// What is not added up, counted up to the number at which that is enough to know; when there was a roll-up last; and whether the sums are those of another
+/// database, of which this one is a copy that was not activated.
 static PENDING: Statement = Statement::new(
     c"select (select count(*) from (select from stint.new_attempts limit 500) a) + (select count(*) from (select from stint.new_outcomes limit 500) o)
              + (select count(*) from (select from stint.new_bills limit 500) u) + (select count(*) from (select from stint.new_retries limit 500) y),
-             (select e.rolled_up_at from stint.rollup_epochs e where e.incarnation = stint.incarnation())",
+             (select e.rolled_up_at from stint.rollup_epochs e where e.incarnation = stint.incarnation()),
+             exists (select from stint.rollup_epochs e where e.incarnation <> stint.incarnation() and e.snapshot is not null)",
     &[],
 );
-
-static COPIED: Statement =
-    Statement::new(c"select from stint.rollup_epochs e where e.incarnation <> stint.incarnation() and e.snapshot is not null limit 1", &[]);
 
 static BEGIN: Statement = Statement::new(
     c"insert into stint.rollup_marks (hours_until, days_until, months_until, minutes_from, hours_from) values ($1, $2, $3, $4, $5)
@@ -31,13 +30,17 @@ static BEGIN: Statement = Statement::new(
     &[pg_sys::TIMESTAMPTZOID; 5],
 );
 
-/// Adds the tails to every level that is complete up to their minute, and notes the snapshot of this very statement as what is added up.
+/// Adds the tails to every level that is complete up to their minute, and notes the snapshot of this very statement as what is added up. In a copy that is only
+/// done when it is activated ($1), and then for good: looked at here, since a dump's rows may have come since the statement before.
+/// In the order of time, so that what is read together lies together.
 static ADD: Statement = Statement::new(
-    c"with reached as (
-          insert into stint.rollup_epochs as e (incarnation, snapshot) values (stint.incarnation(), pg_current_snapshot())
+    c"with may as materialized (
+          select $1 or not exists (select from stint.rollup_epochs e where e.incarnation <> stint.incarnation() and e.snapshot is not null) as add
+      ), reached as (
+          insert into stint.rollup_epochs as e (incarnation, snapshot) select stint.incarnation(), pg_current_snapshot() from may where may.add
           on conflict (incarnation) do update set snapshot = excluded.snapshot, rolled_up_at = excluded.rolled_up_at
       ), closed as (
-          update stint.rollup_epochs e set snapshot = null where e.incarnation <> stint.incarnation() and e.snapshot is not null
+          update stint.rollup_epochs e set snapshot = null where $1 and e.incarnation <> stint.incarnation() and e.snapshot is not null
       ), usage as (
           insert into stint.usage_rollups as r
                  (queue, level, since, agent, model, ended, attempts, input_tokens, cached_tokens, output_tokens, model_cost, compute_cost,
@@ -54,7 +57,9 @@ static ADD: Statement = Statement::new(
               union all select 3, date_bin('1 day', t.since, '2000-01-01 00:00:00+00') where t.since < m.days_until
               union all select 4, date_trunc('month', t.since, 'UTC') where t.since < m.months_until
           ) l
+          where (select may.add from may)
           group by t.queue, l.level, l.since, t.agent, t.model, t.ended
+          order by l.level, l.since
           on conflict (queue, level, since, agent, model, ended) do update
           set attempts = r.attempts + excluded.attempts, input_tokens = r.input_tokens + excluded.input_tokens,
               cached_tokens = r.cached_tokens + excluded.cached_tokens, output_tokens = r.output_tokens + excluded.output_tokens,
@@ -76,15 +81,18 @@ static ADD: Statement = Statement::new(
               union all select 3, date_bin('1 day', t.since, '2000-01-01 00:00:00+00') where t.since < m.days_until
               union all select 4, date_trunc('month', t.since, 'UTC') where t.since < m.months_until
           ) l
+          where (select may.add from may)
           group by t.queue, l.level, l.since, t.agent, t.model, t.outcome
+          order by l.level, l.since
           on conflict (queue, level, since, agent, model, outcome) do update
           set tasks = r.tasks + excluded.tasks, attempts = r.attempts + excluded.attempts, input_tokens = r.input_tokens + excluded.input_tokens,
               cached_tokens = r.cached_tokens + excluded.cached_tokens, output_tokens = r.output_tokens + excluded.output_tokens,
               model_cost = r.model_cost + excluded.model_cost, compute_cost = r.compute_cost + excluded.compute_cost,
               retried_attempts = r.retried_attempts + excluded.retried_attempts, retried_cost = r.retried_cost + excluded.retried_cost
       )
-      select (select count(*) from stint.new_attempts), (select count(*) from stint.new_outcomes) - (select count(*) from stint.new_retries)",
-    &[],
+      select (select count(*) from stint.new_attempts), (select count(*) from stint.new_outcomes) - (select count(*) from stint.new_retries), may.add
+      from may",
+    &[pg_sys::BOOLOID],
 );
 
 static MARKS: Statement =
@@ -111,7 +119,8 @@ static COARSEN: [Statement; 2] = [
                                              when 3 then date_bin('1 day', r.since, '2000-01-01 00:00:00+00')
                                              else date_trunc('month', r.since, 'UTC') end as since) l
           where r.level = $1 and r.since >= $3 and r.since < $4
-          group by r.queue, l.since, r.agent, r.model, r.ended",
+          group by r.queue, l.since, r.agent, r.model, r.ended
+          order by l.since",
         &[pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::TIMESTAMPTZOID, pg_sys::TIMESTAMPTZOID],
     ),
     Statement::new(
@@ -125,7 +134,8 @@ static COARSEN: [Statement; 2] = [
                                              when 3 then date_bin('1 day', r.since, '2000-01-01 00:00:00+00')
                                              else date_trunc('month', r.since, 'UTC') end as since) l
           where r.level = $1 and r.since >= $3 and r.since < $4
-          group by r.queue, l.since, r.agent, r.model, r.outcome",
+          group by r.queue, l.since, r.agent, r.model, r.outcome
+          order by l.since",
         &[pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::TIMESTAMPTZOID, pg_sys::TIMESTAMPTZOID],
     ),
 ];
@@ -157,15 +167,22 @@ pub fn marks(session: &Session) -> Marks {
     marks_of(&session.read(&MARKS, &[]))
 }
 
-/// Whether the sums are those of another database, of which this one is a copy that was not activated.
-fn copied(session: &Session) -> bool {
-    !session.run(&COPIED, &[]).is_empty()
+/// What `PENDING` found.
+struct Pending {
+    rows: i64,
+    last: Option<Instant>,
+    copied: bool,
 }
 
-fn add(session: &Session, now: Instant) -> (i64, i64) {
+fn pending(session: &Session) -> Pending {
+    let row = session.run(&PENDING, &[]);
+    Pending { rows: row.must(0, 1), last: row.get(0, 2), copied: row.must(0, 3) }
+}
+
+fn add(session: &Session, now: Instant, activating: bool) -> (i64, i64) {
     session.run(&BEGIN, &params(&Marks::at(now.0)));
-    let added = session.run(&ADD, &[]);
-    (added.must(0, 1), added.must(0, 2))
+    let added = session.run(&ADD, &[arg(activating)]);
+    if added.must(0, 3) { (added.must(0, 1), added.must(0, 2)) } else { (0, 0) }
 }
 
 /// Most spans of a level made in one transaction.
@@ -213,14 +230,15 @@ fn first(session: &Session, level: Level, from: i64) -> Option<i64> {
 pub fn step() -> bool {
     let now = Instant::now();
     connect(|session| {
-        if copied(session) || !object_lock::take(Lock::RollUps, true) {
+        if !object_lock::take(Lock::RollUps, true) {
             return false;
         }
-        let pending = session.run(&PENDING, &[]);
-        let count: i64 = pending.must(0, 1);
-        let last: Option<Instant> = pending.get(0, 2);
-        if count >= SOON || count > 0 && last.is_none_or(|last| last.plus(AT_LATEST) <= now || last > now) {
-            add(session, now);
+        let pending = pending(session);
+        if pending.copied {
+            return false;
+        }
+        if pending.rows >= SOON || pending.rows > 0 && pending.last.is_none_or(|last| last.plus(AT_LATEST) <= now || last > now) {
+            add(session, now, false);
         }
         coarsen(session, now)
     })
@@ -236,7 +254,7 @@ fn roll_up() -> TableIterator<'static, (name!(attempts, i64), name!(tasks, i64))
     TableIterator::once(connect(|session| {
         epoch::refuse_in_copy(session);
         object_lock::take(Lock::RollUps, false);
-        let added = if session.run(&PENDING, &[]).must::<i64>(0, 1) > 0 { add(session, now) } else { (0, 0) };
+        let added = if pending(session).rows > 0 { add(session, now, false) } else { (0, 0) };
         while coarsen(session, now) {}
         added
     }))
@@ -268,11 +286,11 @@ pub fn activate(session: &Session) {
     let (now, written) = (Instant::now(), object_lock::written());
     object_lock::take(Lock::RollUps, false);
     session.run(&ADOPT, &[]);
-    if copied(session) {
+    if pending(session).copied {
         if written {
             object_lock::refuse("activate a copy", "has written something", "stint.activate()")
         }
-        add(session, now);
+        add(session, now, true);
     }
 }
 

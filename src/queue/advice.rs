@@ -35,6 +35,10 @@ static LEASE: Statement = Statement::new(
 
 static PREDICTION: Statement = Statement::new(
     c"select o.agent, o.attempts, o.predicted, o.actual, round(o.actual / o.predicted, 3), round(o.p50, 3), round(o.p99, 3),
+             (select p.factor
+              from stint.prediction_factors p
+              join stint.queue_config q on q.queue = p.queue and q.correct_predictions
+              where p.queue = $1 and p.agent = coalesce(o.agent, '')),
              case when o.attempts < 20 then 'too few attempts to tell'
                   when o.p50 > 1.2 then 'predicts too little, budgets are overshot: multiply predictions by ' || round(o.p50, 2)
                   when o.p50 < 0.8 then 'predicts too much, budgets are left unused: multiply predictions by ' || round(o.p50, 2)
@@ -102,6 +106,7 @@ fn prediction_advice(
         name!(factor, Option<RawNumeric>),
         name!(factor_p50, Option<RawNumeric>),
         name!(factor_p99, Option<RawNumeric>),
+        name!(applied, Option<f64>),
         name!(advice, String),
     ),
 > {
@@ -113,7 +118,7 @@ fn prediction_advice(
         let rows = session.run(&PREDICTION, &[arg(name)]);
         let row = |at| {
             let [predicted, actual, factor, p50, p99] = [3, 4, 5, 6, 7].map(|column| rows.lift(at, column).map(RawNumeric));
-            (rows.get(at, 1), rows.must(at, 2), predicted, actual, factor, p50, p99, rows.must(at, 8))
+            (rows.get(at, 1), rows.must(at, 2), predicted, actual, factor, p50, p99, rows.get(at, 8), rows.must(at, 9))
         };
         (0..rows.len()).map(row).collect::<Vec<_>>()
     }))

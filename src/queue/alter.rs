@@ -2,6 +2,7 @@
 
 use super::config;
 use super::create::{SETTING_TYPES, Settings};
+use super::factors;
 use crate::history::classes;
 use crate::input;
 use crate::shmem::{self, config as generation, waiters};
@@ -24,7 +25,9 @@ static UPDATE: Statement = Statement::new(
           notify = coalesce($11, q.notify),
           max_run_time = nullif(coalesce($12, q.max_run_time), interval '0'),
           paused = coalesce($13, q.paused),
-          comment = nullif(coalesce($14, q.comment), '')
+          comment = nullif(coalesce($14, q.comment), ''),
+          fair = coalesce($15, q.fair),
+          correct_predictions = coalesce($16, q.correct_predictions)
       where q.queue = $1",
     &SETTING_TYPES,
 );
@@ -54,6 +57,8 @@ fn alter_queue(
     comment: Option<&str>,
     max_run_time: Option<RawInterval>,
     paused: Option<bool>,
+    fair: Option<bool>,
+    correct_predictions: Option<bool>,
     history_retention: Option<RawInterval>,
     history_archive: Option<&str>,
 ) {
@@ -74,6 +79,8 @@ fn alter_queue(
         max_run_time,
         paused,
         comment,
+        fair,
+        correct_predictions,
     };
     settings.check();
     classes::check(history_retention, history_archive, true);
@@ -88,6 +95,9 @@ fn alter_queue(
             classes::change(session, name, history_retention, history_archive);
         }
         generation::changed();
+        if correct_predictions == Some(true) {
+            factors::refresh(session, name);
+        }
         wake(&queue);
     });
 }

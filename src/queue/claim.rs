@@ -1,6 +1,6 @@
 //! `stint.claim`: takes tasks under a lease.
 //!
-//! A queue's lanes are merged by priority and enqueue order. Where no lane draws on a budget there is one lane, and a claim is three statements: take from
+//! A queue's lanes are merged by priority and enqueue order; in a fair queue, groups have turns, and within a group that order holds (`turns`). Where no lane draws on a budget there is one lane, and a claim is three statements: take from
 //! ready (from the head of its line on, see `shmem::heads`), read the facts, put into running. Where lanes draw on budgets, the claim first looks at what stands at the head of each lane that has room, reserves
 //! for what it may take in one step in shared memory, and only then touches rows. docs/locks.md says which locks it takes.
 
@@ -8,6 +8,7 @@ use super::config::{self, Front, Lane, Queue};
 use super::horizon;
 use super::lines;
 use super::store::{self, Ticket};
+use super::turns::{self, Turns, share};
 use crate::budget::live;
 use crate::errors::Fault;
 use crate::history::{self, LeafStatement};
@@ -18,7 +19,8 @@ use crate::spi::{self, Rows, Session, Statement, arg};
 use crate::values::{Instant, RawInterval, RawJsonb, SECOND};
 use crate::{errors, guc, input};
 use pgrx::prelude::*;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::rc::Rc;
 use stint_core::budget::{Candidate, Limit, State, Usage, admit};
 
 /// Takes the first rows of a lane's priority, from its head on, that no other session holds. The inner scan locks, the outer deletes exactly those by their place in the heap.
@@ -31,7 +33,7 @@ static TAKE: Statement = Statement::new(
             order by h.seq
             limit $5
             for update skip locked))
-      returning r.id, r.lane, r.priority, r.seq, r.tokens, r.attempt, r.counted",
+      returning r.id, r.lane, r.priority, r.seq, r.tokens, r.attempt, r.counted, r.agent::text",
     &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT8OID],
 );
 
@@ -46,7 +48,7 @@ static TAKE_AGENT: Statement = Statement::new(
             order by h.seq
             limit $5
             for update skip locked))
-      returning r.id, r.lane, r.priority, r.seq, r.tokens, r.attempt, r.counted",
+      returning r.id, r.lane, r.priority, r.seq, r.tokens, r.attempt, r.counted, r.agent::text",
     &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT8OID, pg_sys::TEXTOID],
 );
 
@@ -67,10 +69,10 @@ static TURNS: Statement = Statement::new(
 
 /// Looks, without locking, at what stands first in each of the lanes and priorities, from their heads on.
 static FIRST: Statement = Statement::new(
-    c"select l.lane, r.tokens
+    c"select l.lane, r.tokens, r.agent::text
       from unnest($2, $3, $4) as l (lane, priority, head)
       cross join lateral (
-            select h.seq, h.tokens
+            select h.seq, h.tokens, h.agent
             from stint.place_ready h
             where h.queue = $1 and h.lane = l.lane and h.priority = l.priority and h.seq >= l.head
             order by h.seq
@@ -81,11 +83,11 @@ static FIRST: Statement = Statement::new(
 
 /// The same for the tasks of some agents.
 static FIRST_AGENTS: Statement = Statement::new(
-    c"select l.lane, r.tokens
+    c"select l.lane, r.tokens, r.agent::text
       from unnest($2, $3, $4) as l (lane, priority, head)
       cross join unnest($6) as a (agent)
       cross join lateral (
-            select h.seq, h.tokens
+            select h.seq, h.tokens, h.agent
             from stint.place_ready h
             where h.queue = $1 and h.lane = l.lane and h.priority = l.priority and h.seq >= l.head and h.agent = a.agent
             order by h.seq
@@ -105,8 +107,9 @@ static FACTS: LeafStatement = LeafStatement::new(
 
 static RUN: Statement = Statement::new(
     c"insert into stint.place_running
-             (queue, id, lease, lane, priority, seq, tokens, attempt, counted, started_at, expires_at, budgets, reserved, worker, deadline)
-      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15)",
+             (queue, id, lease, lane, priority, seq, tokens, attempt, counted, started_at, expires_at, budgets, reserved, worker, deadline,
+              share)
+      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16)",
     &[
         pg_sys::TEXTOID,
         pg_sys::UUIDOID,
@@ -123,6 +126,7 @@ static RUN: Statement = Statement::new(
         pg_sys::INT8ARRAYOID,
         pg_sys::TEXTOID,
         pg_sys::TIMESTAMPTZOID,
+        pg_sys::INT8OID,
     ],
 );
 
@@ -133,8 +137,14 @@ const TRUSTED: i64 = 10 * SECOND;
 struct Taken {
     ticket: Ticket,
     seq: i64,
+    /// The agent it is for.
+    agent: Option<String>,
+    /// What it is taken to predict: as given, or corrected.
+    tokens: Option<i64>,
     /// The instant its budgets were reserved at, if it draws on any.
     began: Option<Instant>,
+    /// What its group is charged, in a fair queue.
+    share: Option<i64>,
 }
 
 /// A claimed task, as the caller gets it.
@@ -179,7 +189,10 @@ fn taken(rows: &Rows) -> Vec<Taken> {
                 counted: rows.must(at, 7),
             },
             seq: rows.must(at, 4),
+            agent: rows.get(at, 8),
+            tokens: rows.get(at, 5),
             began: None,
+            share: None,
         })
         .collect()
 }
@@ -211,8 +224,8 @@ fn sort(taken: &mut [Taken]) {
 /// Takes at most `max` tasks, reserving their budgets.
 fn take_any(session: &Session, name: &str, queue: &Queue, wish: &Wish) -> Vec<Taken> {
     match queue.lanes.as_slice() {
-        [only] if only.draws.is_empty() => take_lane(session, name, only.lane, wish.max, wish.agents.as_deref()),
-        _ => take_budgeted(session, name, queue, wish),
+        [only] if only.draws.is_empty() && !queue.fair => take_lane(session, name, only.lane, wish.max, wish.agents.as_deref()),
+        _ => take_several(session, name, queue, wish),
     }
 }
 
@@ -234,7 +247,7 @@ fn open_lanes<'a>(queue: &'a Queue, states: &[State], now: Instant) -> Vec<(&'a 
         let worth = match (glimpse, lane.front.get()) {
             (Glimpse::Empty, _) => false,
             (Glimpse::Moves(moves), Some(front)) if front.moves == moves && now.0.saturating_sub(front.seen.0) < TRUSTED => {
-                lane.draws.iter().all(|budget| queue.budgets[*budget].limit.admits(states[*budget], front.tokens, now.0))
+                !front.empty && lane.draws.iter().all(|budget| queue.budgets[*budget].limit.admits(states[*budget], front.tokens, now.0))
             }
             _ => true,
         };
@@ -243,14 +256,17 @@ fn open_lanes<'a>(queue: &'a Queue, states: &[State], now: Instant) -> Vec<(&'a 
     queue.lanes.iter().filter(open).filter_map(worth).collect()
 }
 
-fn take_budgeted(session: &Session, name: &str, queue: &Queue, wish: &Wish) -> Vec<Taken> {
-    live::ensure_loaded(session, Instance::here());
-    let (mut all, mut passed) = (Vec::new(), Vec::new());
+fn take_several(session: &Session, name: &str, queue: &Queue, wish: &Wish) -> Vec<Taken> {
+    if !queue.budgets.is_empty() {
+        live::ensure_loaded(session, Instance::here());
+    }
+    let (mut all, mut passed) = (Vec::new(), HashSet::new());
+    let mut turns = queue.fair.then(Turns::default);
     // What stood first in a lane may be held by another session: the claim then turns to the other lanes, instead of going away empty past tasks that wait there.
     while all.len() < wish.max {
-        let (taken, short) = take_round(session, name, queue, &passed, wish.max - all.len(), wish);
+        let (taken, short) = take_round(session, name, queue, &passed, wish.max - all.len(), wish, &mut turns);
         all.extend(taken);
-        if short.is_empty() {
+        if turns.as_ref().map_or(short.is_empty(), Turns::over) {
             break;
         }
         passed.extend(short);
@@ -259,96 +275,175 @@ fn take_budgeted(session: &Session, name: &str, queue: &Queue, wish: &Wish) -> V
     if !all.is_empty() {
         // What one ended attempt gave back may be room for more than one task: each claim that found some sends the next waiter to look.
         waiters::ready(queue.number, 1);
+        if let Some(turns) = &turns {
+            turns.raise_floor(queue, |lane| passed.contains(&lane), wish.agents.is_some());
+        }
         waiters::reserved(queue.budget_bits());
     }
     all
 }
 
-/// Takes what now stands first in the lanes that are open and not yet passed, and names the lanes that yielded less than they showed.
-fn take_round(session: &Session, name: &str, queue: &Queue, passed: &[i32], max: usize, wish: &Wish) -> (Vec<Taken>, Vec<i32>) {
+/// Takes what now stands first in the lanes that are open and not yet passed, and names the lanes that yielded less than they showed, or are to be passed for
+/// another reason.
+fn take_round(
+    session: &Session,
+    name: &str,
+    queue: &Queue,
+    passed: &HashSet<i32>,
+    max: usize,
+    wish: &Wish,
+    turns: &mut Option<Turns>,
+) -> (Vec<Taken>, Vec<i32>) {
     let instance = Instance::here();
     let shared = shmem::required();
-    let nothing = (Vec::new(), Vec::new());
     let numbers: Vec<i32> = queue.budgets.iter().map(|budget| budget.number).collect();
     let freed = if wish.hand_on { shmem::budgets::released_here(instance, &numbers) } else { vec![Usage::default(); numbers.len()] };
     let now = Instant::now();
     let mut open = open_lanes(queue, &glance(queue, now, &freed), now);
     open.retain(|(lane, _)| !passed.contains(&lane.lane));
-    let heads: Vec<(usize, Head)> =
-        open.iter().enumerate().flat_map(|(at, (lane, _))| lines::heads(session, name, lane.lane).into_iter().map(move |head| (at, head))).collect();
+    let depth = match turns {
+        Some(turns) => turns.choose(queue, &mut open, max, now),
+        None => max,
+    };
+    let mut heads: Vec<(usize, Head)> = Vec::new();
+    for (at, (lane, glimpse)) in open.iter().enumerate() {
+        let of_lane = lines::heads(session, name, lane.lane);
+        if of_lane.is_empty() {
+            remember_empty(lane, *glimpse, now);
+        }
+        heads.extend(of_lane.into_iter().map(|head| (at, head)));
+    }
     if heads.is_empty() {
-        return nothing;
+        return (Vec::new(), if turns.is_some() { open.iter().map(|(lane, _)| lane.lane).collect() } else { Vec::new() });
     }
     let lanes: Vec<i32> = heads.iter().map(|(at, _)| open[*at].0.lane).collect();
     let priorities: Vec<i32> = heads.iter().map(|(_, head)| head.priority).collect();
     let starts: Vec<i64> = heads.iter().map(|(_, head)| head.at).collect();
-    let line = [arg(name), arg(lanes), arg(priorities), arg(starts), arg(max as i64)];
+    let line = [arg(name), arg(lanes), arg(priorities), arg(starts), arg(depth as i64)];
     let agents = wish.agents.as_deref();
     let first = match agents {
         None => session.run(&FIRST, &line),
         Some(agents) => session.run(&FIRST_AGENTS, &[line.as_slice(), &[arg(agents.to_vec())]].concat()),
     };
     let by_number: HashMap<i32, usize> = open.iter().enumerate().map(|(at, (lane, _))| (lane.lane, at)).collect();
-    let candidates: Vec<Candidate> =
-        (0..first.len()).filter_map(|at| Some(Candidate { lane: *by_number.get(&first.must(at, 1))?, tokens: first.get(at, 2) })).collect();
-    let mut seen = vec![false; open.len()];
-    candidates.iter().for_each(|candidate| seen[candidate.lane] = true);
-    for (at, (lane, _)) in open.iter().enumerate().filter(|_| agents.is_none()) {
-        if !seen[at] && heads.iter().any(|(of, _)| *of == at) {
-            lines::exhausted(session, name, lane.lane);
+    let candidates: Vec<Candidate> = (0..first.len())
+        .filter_map(|at| {
+            let lane = *by_number.get(&first.must(at, 1))?;
+            Some(Candidate { lane, tokens: queue.corrected(open[lane].0, first.get(at, 2), first.get::<String>(at, 3).as_deref()) })
+        })
+        .collect();
+    let mut seen = vec![0; open.len()];
+    candidates.iter().for_each(|candidate| seen[candidate.lane] += 1);
+    // Behind what stands first for some agents another agent's task may stand first in the lane; of a fair queue's lanes one is looked at all the same, since
+    // one that only looks full would hold down the floor.
+    let look_at = if agents.is_none() { open.len() } else { usize::from(turns.is_some()) };
+    for at in (0..open.len()).filter(|at| seen[*at] == 0 && heads.iter().any(|(of, _)| of == at)).take(look_at) {
+        let (lane, glimpse) = open[at];
+        lines::exhausted(session, name, lane.lane);
+        if agents.is_none() {
+            remember_empty(lane, glimpse, now);
         }
     }
+    let mut short: Vec<i32> =
+        if turns.is_some() { open.iter().zip(&seen).filter(|(_, seen)| **seen == 0).map(|((lane, _), _)| lane.lane).collect() } else { Vec::new() };
     if candidates.is_empty() {
-        return nothing;
+        return (Vec::new(), short);
     }
-    live::enter();
 
     // Only the budgets that these lanes draw on are looked at under the lock, each under its place in `used`.
-    let mut used: Vec<usize> = open.iter().zip(&seen).filter(|(_, seen)| **seen).flat_map(|((lane, _), _)| &lane.draws).copied().collect();
+    let mut used: Vec<usize> = open.iter().zip(&seen).filter(|(_, seen)| **seen > 0).flat_map(|((lane, _), _)| &lane.draws).copied().collect();
     used.sort_unstable();
     used.dedup();
     let place = |budget: &usize| used.binary_search(budget).unwrap_or_default();
     let draws: Vec<Vec<usize>> =
-        open.iter().zip(&seen).map(|((lane, _), seen)| if *seen { lane.draws.iter().map(place).collect() } else { Vec::new() }).collect();
+        open.iter().zip(&seen).map(|((lane, _), seen)| if *seen > 0 { lane.draws.iter().map(place).collect() } else { Vec::new() }).collect();
     let wanted: Vec<Wanted> = used.iter().map(|budget| queue.budgets[*budget].wanted()).collect();
     let limits: Vec<Limit> = used.iter().map(|budget| queue.budgets[*budget].limit).collect();
     let freed: Vec<Usage> = used.iter().map(|budget| freed[*budget]).collect();
-    let (admitted, promised_at) =
-        shmem::budgets::reserve(shared, instance, &wanted, None, &freed, |states, now| admit(states, &limits, &draws, &candidates, max, now));
-    // Once enough are admitted the rest was not looked at.
-    let judged = if admitted.len() < max { candidates.len() } else { admitted.last().map_or(0, |last| last + 1) };
-    // Behind what stands first for some agents another agent's task may stand first in the lane; and what has room only by what this transaction frees is no news to others.
-    if agents.is_none() && !wish.hand_on {
+    if !used.is_empty() {
+        live::enter();
+    }
+    let mut refused = Vec::new();
+    let mut decide = |states: &mut [State], now: i64| match &*turns {
+        None => admit(states, &limits, &draws, &candidates, max, now),
+        Some(turns) => {
+            let lanes = turns.lanes(&open, &draws, &seen, depth);
+            let round = turns.admit(queue, &open, states, &limits, &lanes, &candidates, max, Instant(now));
+            refused = round.refused;
+            round.admitted
+        }
+    };
+    let (admitted, promised_at) = match wanted.as_slice() {
+        [] => (decide(&mut [], now.0), now),
+        wanted => shmem::budgets::reserve(shared, instance, wanted, None, &freed, decide),
+    };
+    // What has room only by what this transaction frees is no news to others.
+    if turns.is_some() {
+        refused.iter().for_each(|index| short.push(open[candidates[*index].lane].0.lane));
+        if agents.is_none() && !wish.hand_on {
+            refused.iter().for_each(|index| remember_front(&open, candidates[*index], now));
+        }
+    } else if agents.is_none() && !wish.hand_on {
+        // Once enough are admitted the rest was not looked at.
+        let judged = if admitted.len() < max { candidates.len() } else { admitted.last().map_or(0, |last| last + 1) };
         remember_fronts(&open, &candidates[..judged], &admitted, now);
     }
 
     // The rows a lane yields may be others than those seen at its head, since another session may hold these: what they cost is settled row by row.
     let mut promised: Vec<Vec<Candidate>> = vec![Vec::new(); open.len()];
     admitted.iter().for_each(|index| promised[candidates[*index].lane].push(candidates[*index]));
-    let (mut all, mut short) = (Vec::with_capacity(admitted.len()), Vec::new());
+    let mut all = Vec::with_capacity(admitted.len());
     for (at, (lane, _)) in open.iter().enumerate().filter(|(at, _)| !promised[*at].is_empty()) {
-        let rows = take_lane(session, name, lane.lane, promised[at].len(), agents);
+        let mut rows = take_lane(session, name, lane.lane, promised[at].len(), agents);
         shmem::heads::stir(instance, lane.lane);
-        let waiting: Vec<Candidate> = rows.iter().map(|row| Candidate { lane: 0, tokens: row.ticket.tokens }).collect();
+        rows.iter_mut().for_each(|row| row.tokens = queue.corrected(lane, row.ticket.tokens, row.agent.as_deref()));
+        let waiting: Vec<Candidate> = rows.iter().map(|row| Candidate { lane: 0, tokens: row.tokens }).collect();
         let wanted: Vec<Wanted> = draws[at].iter().map(|budget| wanted[*budget]).collect();
         let limits: Vec<Limit> = draws[at].iter().map(|budget| limits[*budget]).collect();
-        let given: Vec<State> =
-            limits.iter().map(|limit| promised[at].iter().fold(State::default(), |sum, task| sum.plus(limit.cost(task.tokens)))).collect();
-        let freed: Vec<Usage> = draws[at].iter().map(|budget| freed[*budget]).collect();
-        let every: Vec<usize> = (0..limits.len()).collect();
-        let (kept, began) = shmem::budgets::reserve(shared, instance, &wanted, Some((promised_at.0, &given)), &freed, |states, now| {
-            admit(states, &limits, &[every], &waiting, waiting.len(), now).len()
-        });
-        if kept < promised[at].len() {
+        let (kept, began) = if wanted.is_empty() {
+            (rows.len(), None)
+        } else {
+            let given: Vec<State> =
+                limits.iter().map(|limit| promised[at].iter().fold(State::default(), |sum, task| sum.plus(limit.cost(task.tokens)))).collect();
+            let freed: Vec<Usage> = draws[at].iter().map(|budget| freed[*budget]).collect();
+            let every: Vec<usize> = (0..limits.len()).collect();
+            let (kept, began) = shmem::budgets::reserve(shared, instance, &wanted, Some((promised_at.0, &given)), &freed, |states, now| {
+                admit(states, &limits, &[every], &waiting, waiting.len(), now).len()
+            });
+            (kept, Some(began))
+        };
+        // A lane that yielded less than it promised, or of which all was seen and taken.
+        if kept < promised[at].len() || turns.is_some() && seen[at] < depth && kept == seen[at] {
             short.push(lane.lane);
         }
-        let mut rows = rows.into_iter();
-        all.extend(rows.by_ref().take(kept).map(|row| Taken { began: Some(began), ..row }));
-        for row in rows {
+        let left = rows.split_off(kept);
+        if queue.fair {
+            let costs: Vec<i64> = rows.iter().map(|row| share(lane, row.tokens)).collect();
+            turns::correct(queue, lane, promised[at].iter().map(|task| share(lane, task.tokens)).sum(), costs.iter().sum(), now);
+            rows.iter_mut().zip(costs).for_each(|(row, cost)| row.share = Some(cost));
+        }
+        rows.iter_mut().for_each(|row| row.began = began);
+        all.extend(rows);
+        for row in left {
             store::back_to_ready(session, name, &row.ticket, row.seq);
         }
     }
     (all, short)
+}
+
+/// Remembers that nothing was found in a lane: this backend need not look again, also where its transaction, having ended a task, may not tell all.
+fn remember_empty(lane: &Lane, glimpse: Glimpse, now: Instant) {
+    if let (Glimpse::Moves(moves), true) = (glimpse, shmem::heads::may_tell(shmem::required())) {
+        lane.front.set(Some(Front { moves, seen: now, tokens: None, empty: true }));
+    }
+}
+
+/// Remembers that the task which stands first in a lane found no room.
+fn remember_front(open: &[(&Lane, Glimpse)], candidate: Candidate, now: Instant) {
+    let (lane, glimpse) = &open[candidate.lane];
+    if let Glimpse::Moves(moves) = *glimpse {
+        lane.front.set(Some(Front { moves, seen: now, tokens: candidate.tokens, empty: false }));
+    }
 }
 
 /// Remembers, of each lane, the first task that found no room.
@@ -359,18 +454,15 @@ fn remember_fronts(open: &[(&Lane, Glimpse)], candidates: &[Candidate], admitted
         if next.next_if(|index| **index == at).is_some() || std::mem::replace(&mut done[candidate.lane], true) {
             continue;
         }
-        let (lane, glimpse) = &open[candidate.lane];
-        if let Glimpse::Moves(moves) = *glimpse {
-            lane.front.set(Some(Front { moves, seen: now, tokens: candidate.tokens }));
-        }
+        remember_front(open, *candidate, now);
     }
 }
 
 /// What a running row keeps of the budgets it reserved: their numbers and the tokens of each.
-fn reservation(queue: &Queue, ticket: &Ticket) -> (Option<Vec<i32>>, Option<Vec<i64>>) {
-    let Some(lane) = queue.lane(ticket.lane).filter(|lane| !lane.draws.is_empty()) else { return (None, None) };
+fn reservation(queue: &Queue, lane: i32, tokens: Option<i64>) -> (Option<Vec<i32>>, Option<Vec<i64>>) {
+    let Some(lane) = queue.lane(lane).filter(|lane| !lane.draws.is_empty()) else { return (None, None) };
     let draws = lane.draws.iter().map(|at| &queue.budgets[*at]);
-    (Some(draws.clone().map(|budget| budget.number).collect()), Some(draws.map(|budget| budget.limit.cost(ticket.tokens).usage.tokens).collect()))
+    (Some(draws.clone().map(|budget| budget.number).collect()), Some(draws.map(|budget| budget.limit.cost(tokens).usage.tokens).collect()))
 }
 
 /// Starts an attempt of each taken task.
@@ -380,7 +472,7 @@ fn start(session: &Session, name: &str, queue: &Queue, taken: &[Taken], wish: &W
         facts.iter().flat_map(|rows| (0..rows.len()).map(move |at| (*rows.must::<pgrx::Uuid>(at, 1).as_bytes(), (rows, at)))).collect();
     taken
         .iter()
-        .filter_map(|Taken { ticket, seq, began }| {
+        .filter_map(|Taken { ticket, seq, tokens, began, share, .. }| {
             let now = began.unwrap_or(now);
             let (facts, at) = *by_id.get(ticket.id.as_bytes())?;
             let lease = pgrx::Uuid::from_bytes(stint_core::ids::lease());
@@ -388,7 +480,7 @@ fn start(session: &Session, name: &str, queue: &Queue, taken: &[Taken], wish: &W
             let longest: Option<i64> = facts.get(at, 7).or(queue.max_run_time);
             let lasts = wish.lease_for.or_else(|| facts.get(at, 6)).unwrap_or(queue.lease).min(longest.unwrap_or(i64::MAX));
             let expires = now.plus(lasts);
-            let (budgets, reserved) = reservation(queue, ticket);
+            let (budgets, reserved) = reservation(queue, ticket.lane, *tokens);
             shmem::heads::lower(Instance::here(), shmem::heads::RUNNING, 0, expires.0);
             session.run(
                 &RUN,
@@ -408,6 +500,7 @@ fn start(session: &Session, name: &str, queue: &Queue, taken: &[Taken], wish: &W
                     arg(reserved),
                     arg(wish.worker),
                     arg(longest.map(|longest| now.plus(longest))),
+                    arg(*share),
                 ],
             );
             Some((
@@ -458,10 +551,11 @@ pub fn checked_agents(agents: Option<Vec<Option<String>>>) -> Option<Vec<String>
 }
 
 /// One try: claims what is there now.
-pub fn try_claim(session: &Session, name: &str, queue: &Queue, wish: &Wish) -> Vec<Claimed> {
+pub fn try_claim(session: &Session, name: &str, queue: &Rc<Queue>, wish: &Wish) -> Vec<Claimed> {
     if queue.paused {
         return Vec::new();
     }
+    let queue = &config::for_claim(session, name, queue);
     let taken = take_any(session, name, queue, wish);
     if taken.is_empty() {
         return Vec::new();

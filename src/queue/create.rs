@@ -12,8 +12,8 @@ use pgrx::prelude::*;
 static INSERT: Statement = Statement::new(
     c"insert into stint.queue_config
              (queue, lease_for, max_attempts, backoff_base, backoff_factor, backoff_max, backoff_jitter, budgets, key_retention, late_result, notify,
-              max_run_time, paused, comment, strict_groups)
-      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15)
+              max_run_time, paused, comment, fair, correct_predictions, strict_groups)
+      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17)
       on conflict (queue) do nothing",
     &INSERT_TYPES,
 );
@@ -21,7 +21,7 @@ static INSERT: Statement = Statement::new(
 static FIRST_LANE: Statement = Statement::new(c"insert into stint.lanes (queue, budgets) values ($1, '{}')", &[pg_sys::TEXTOID]);
 
 /// The types of the queue's name and its settings, in the order of [`Settings::params`].
-pub const SETTING_TYPES: [pg_sys::Oid; 14] = [
+pub const SETTING_TYPES: [pg_sys::Oid; 16] = [
     pg_sys::TEXTOID,
     pg_sys::INTERVALOID,
     pg_sys::INT4OID,
@@ -36,11 +36,13 @@ pub const SETTING_TYPES: [pg_sys::Oid; 14] = [
     pg_sys::INTERVALOID,
     pg_sys::BOOLOID,
     pg_sys::TEXTOID,
+    pg_sys::BOOLOID,
+    pg_sys::BOOLOID,
 ];
 
 /// The same and whether groups are strict, which never changes.
-const INSERT_TYPES: [pg_sys::Oid; 15] = {
-    let mut types = [pg_sys::BOOLOID; 15];
+const INSERT_TYPES: [pg_sys::Oid; 17] = {
+    let mut types = [pg_sys::BOOLOID; 17];
     let mut at = 0;
     while at < SETTING_TYPES.len() {
         types[at] = SETTING_TYPES[at];
@@ -79,6 +81,10 @@ pub struct Settings<'a> {
     pub paused: Option<bool>,
     /// What it is for.
     pub comment: Option<&'a str>,
+    /// Whether groups share it by weight.
+    pub fair: Option<bool>,
+    /// Whether claims correct predictions.
+    pub correct_predictions: Option<bool>,
 }
 
 impl Settings<'_> {
@@ -114,7 +120,7 @@ impl Settings<'_> {
     }
 
     /// The statement's arguments; an error naming a budget that does not exist.
-    pub fn params(self, session: &Session) -> [Param; 14] {
+    pub fn params(self, session: &Session) -> [Param; 16] {
         let budgets = self.budgets.map(|budgets| input::names("budgets", Some(budgets)));
         if let Some(budgets) = &budgets {
             config::budget_numbers(session, budgets);
@@ -134,6 +140,8 @@ impl Settings<'_> {
             arg(self.max_run_time),
             arg(self.paused),
             arg(self.comment),
+            arg(self.fair),
+            arg(self.correct_predictions),
         ]
     }
 }
@@ -156,6 +164,8 @@ fn create_queue(
     max_run_time: Option<RawInterval>,
     paused: Option<bool>,
     strict_groups: Option<bool>,
+    fair: Option<bool>,
+    correct_predictions: Option<bool>,
     history_retention: Option<RawInterval>,
     history_archive: Option<&str>,
 ) {
@@ -175,6 +185,8 @@ fn create_queue(
         max_run_time,
         paused: Some(input::given("paused", paused)),
         comment,
+        fair: Some(input::given("fair", fair)),
+        correct_predictions: Some(input::given("correct_predictions", correct_predictions)),
     };
     settings.check();
     if let Some(longest) = max_run_time {

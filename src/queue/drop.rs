@@ -64,7 +64,7 @@ static RUNNING: Statement =
     Statement::new(c"delete from stint.place_running r where r.queue = $1 returning r.budgets, r.reserved, r.started_at", &[pg_sys::TEXTOID]);
 
 /// Everything else, once nobody else writes.
-static REST: [Statement; 14] = [
+static REST: [Statement; 16] = [
     Statement::new(c"delete from stint.place_ready w where w.queue = $1", &[pg_sys::TEXTOID]),
     Statement::new(c"delete from stint.place_scheduled s where s.queue = $1", &[pg_sys::TEXTOID]),
     Statement::new(c"delete from stint.place_blocked b where b.queue = $1", &[pg_sys::TEXTOID]),
@@ -78,6 +78,8 @@ static REST: [Statement; 14] = [
     Statement::new(c"delete from stint.task_retries t where t.queue = $1", &[pg_sys::TEXTOID]),
     Statement::new(c"delete from stint.task_outcomes o where o.queue = $1", &[pg_sys::TEXTOID]),
     Statement::new(c"delete from stint.task_facts f where f.queue = $1", &[pg_sys::TEXTOID]),
+    Statement::new(c"delete from stint.group_weights w where w.queue = $1", &[pg_sys::TEXTOID]),
+    Statement::new(c"delete from stint.prediction_factors f where f.queue = $1", &[pg_sys::TEXTOID]),
     Statement::new(c"delete from stint.queue_config q where q.queue = $1", &[pg_sys::TEXTOID]),
 ];
 

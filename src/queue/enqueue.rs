@@ -166,6 +166,7 @@ pub fn store(session: &Session, name: &str, queue: &Queue, gate: &mut Gate, id: 
         ],
     );
     config::still_stands(session, name, queue);
+    let lane = gate.lane(request, lane);
     let ticket = Ticket { id, lane, priority: request.priority, tokens: request.tokens, attempt: 0, counted: 0 };
     if let Some((outcome, error)) = gate.doom(request) {
         store::write_outcome(session, name, id, now, &Outcome { outcome, attempt: 0, lease: None, error: Some(&error), result: None });
@@ -180,7 +181,7 @@ pub fn store(session: &Session, name: &str, queue: &Queue, gate: &mut Gate, id: 
     }
     match due {
         Some(due) => store::to_scheduled(session, name, &ticket, due),
-        None => store::to_ready(session, name, &ticket),
+        None => store::new_to_ready(session, name, &ticket, request.agent.as_deref()),
     }
     due.is_none()
 }

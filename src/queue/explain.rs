@@ -2,6 +2,7 @@
 
 use super::config::{self, Budget};
 use super::late;
+use super::turns;
 use crate::budget::live;
 use crate::history::{self, LeafStatement};
 use crate::input;
@@ -27,7 +28,8 @@ static LOOK: LeafStatement = LeafStatement::new(
               from (select d.on_id from stint.task_dependencies d where d.queue = b.queue and d.id = b.id order by d.spot limit 5) x),
              (select count(*) from (select from stint.task_dependencies d where d.queue = b.queue and d.id = b.id limit 1000) x),
              (select count(*)
-              from (select from stint.place_blocked a where a.queue = b.queue and a.group_key = b.group_key and a.group_seq < b.group_seq limit 1000) x)
+              from (select from stint.place_blocked a where a.queue = b.queue and a.group_key = b.group_key and a.group_seq < b.group_seq limit 1000) x),
+             f.agent::text
       from {facts} f
       left join stint.place_ready w on w.queue = f.queue and w.id = f.id
       left join stint.place_scheduled s on s.queue = f.queue and s.id = f.id
@@ -106,7 +108,7 @@ fn shortage(budget: &Budget, usage: Usage, window: &Window, tokens: Option<i64>,
 
 fn why_ready(session: &Session, name: &str, row: &Rows) -> String {
     let (lane, priority, seq): (i32, i32, i64) = (row.must(0, 1), row.must(0, 2), row.must(0, 3));
-    let queue = config::find(session, name);
+    let queue = config::for_claim(session, name, &config::find(session, name));
     let ahead: i64 = session.run(&AHEAD, &[arg(name), arg(lane), arg(priority), arg(seq)]).must(0, 1);
     let mut reasons: Vec<String> = Vec::new();
     if queue.paused {
@@ -117,7 +119,13 @@ fn why_ready(session: &Session, name: &str, row: &Rows) -> String {
         let draws: Vec<&Budget> = lane.draws.iter().map(|at| &queue.budgets[*at]).collect();
         let numbers: Vec<(i32, i64)> = draws.iter().map(|budget| (budget.number, budget.limit.per)).collect();
         for (budget, (usage, window)) in draws.iter().zip(live::stand(session, &numbers, now)) {
-            reasons.extend(shortage(budget, usage, &window, row.get(0, 4), now));
+            reasons.extend(shortage(budget, usage, &window, queue.corrected(lane, row.get(0, 4), row.get::<String>(0, 23).as_deref()), now));
+        }
+        let before = if queue.fair { turns::before(&queue, lane, now) } else { 0 };
+        if before > 0 {
+            let key = queue.groups[lane.group].key.as_ref();
+            let group = key.map_or("tasks without a group_key have".to_string(), |key| format!("group \"{key}\" has"));
+            reasons.push(format!("{group} its turn after {before} that got less"));
         }
     }
     match ahead {

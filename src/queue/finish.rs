@@ -19,7 +19,7 @@ static END: Statement = Statement::new(
       where r.queue = $1 and r.id = $2 and r.lease = $3
       returning r.lane, r.priority, r.seq, r.tokens, r.attempt, r.counted, r.started_at, r.worker::text,
                 r.cancel_requested, r.reason, r.budgets, r.reserved, r.run_id::text, r.trace_id::text,
-                r.heartbeat_gap",
+                r.heartbeat_gap, r.share",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::UUIDOID],
 );
 
@@ -48,6 +48,8 @@ pub struct Ran {
     pub trace_id: Option<String>,
     /// The longest time between two heartbeats.
     pub heartbeat_gap: Option<RawInterval>,
+    /// What its group of a fair queue was charged.
+    pub share: Option<i64>,
 }
 
 /// Deletes the running row under this lease; whoever does so writes the attempt's row, which settles its budgets. `None` where the lease is not the live one.
@@ -74,6 +76,7 @@ pub fn end(session: &Session, name: &str, id: pgrx::Uuid, lease: pgrx::Uuid) -> 
         run_id: row.get(0, 13),
         trace_id: row.get(0, 14),
         heartbeat_gap: row.get(0, 15),
+        share: row.get(0, 16),
     })
 }
 
@@ -88,6 +91,8 @@ impl Ran {
             worker: &self.worker,
             heartbeat_gap: self.heartbeat_gap,
             held: self.held.as_ref(),
+            lane: self.ticket.lane,
+            share: self.share,
         }
     }
 }

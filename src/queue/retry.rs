@@ -10,6 +10,7 @@ use crate::spi::{self, Session, Statement, arg};
 use crate::values::Instant;
 use crate::{input, shmem};
 use pgrx::prelude::*;
+use std::collections::BTreeSet;
 
 /// The key first: a task whose key has passed to another stays as it is.
 static KEY: LeafStatement = LeafStatement::new(
@@ -48,12 +49,14 @@ static RECORD: Statement = Statement::new(
     ],
 );
 
-static FACTS: LeafStatement =
-    LeafStatement::new("select f.lane, f.priority, f.tokens from {facts} f where f.queue = $1 and f.id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
+static FACTS: LeafStatement = LeafStatement::new(
+    "select f.lane, f.priority, f.tokens, f.group_key::text from {facts} f where f.queue = $1 and f.id = $2",
+    &[pg_sys::TEXTOID, pg_sys::UUIDOID],
+);
 
 /// In the order of their ids, as every verb that takes several.
 static FAILED: Statement = Statement::new(
-    c"select o.id
+    c"select o.id, f.lane, f.group_key::text
       from stint.task_outcomes o
       join stint.task_facts f on f.queue = o.queue and f.id = o.id and get_byte(uuid_send(f.id), 15) = get_byte(uuid_send(o.id), 15)
       where o.queue = $1 and o.outcome = 'failed' and o.finished_at >= coalesce($2, '-infinity') and ($3 is null or f.agent = $3) and f.group_seq is null
@@ -107,7 +110,8 @@ fn retry_one(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, now: 
         ],
     );
     let facts = history::read(session, &FACTS, id, &[arg(name), arg(id)]);
-    let ticket = Ticket { id, lane: facts.must(0, 1), priority: facts.must(0, 2), tokens: facts.get(0, 3), attempt, counted: 0 };
+    let lane = config::lane_again(session, name, queue, facts.must(0, 1), facts.get::<String>(0, 4).as_deref());
+    let ticket = Ticket { id, lane, priority: facts.must(0, 2), tokens: facts.get(0, 3), attempt, counted: 0 };
     store::to_ready(session, name, &ticket);
     Some(("retried", "ready".to_string()))
 }
@@ -154,6 +158,11 @@ fn retry_failed(queue: Option<&str>, since: Option<Instant>, agent: Option<&str>
         config::keep_from_dropping();
         let failed = session.run(&FAILED, &[arg(name), arg(since), arg(agent), arg(max as i64)]);
         let ids: Vec<pgrx::Uuid> = (0..failed.len()).map(|at| failed.must(at, 1)).collect();
+        // Lanes of groups are made in one order, as everywhere.
+        let places: BTreeSet<(String, i32)> = (0..failed.len()).filter_map(|at| Some((failed.get(at, 3)?, failed.must(at, 2)))).collect();
+        for (group, lane) in &places {
+            config::lane_again(session, name, &queue, *lane, Some(group));
+        }
         let retried =
             ids.into_iter().filter(|id| retry_one(session, name, &queue, *id, now).is_some_and(|(outcome, _)| outcome == "retried")).count();
         if retried > 0 {

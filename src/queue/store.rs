@@ -2,6 +2,7 @@
 
 use super::config::{self, Queue};
 use super::flow::leave::{self, End};
+use super::shares;
 use super::usage::Usage;
 use crate::budget::live::{self, Held};
 use crate::history::{self, LeafStatement};
@@ -14,6 +15,22 @@ static TO_READY: LeafStatement = LeafStatement::new(
     "insert into stint.place_ready (queue, id, lane, priority, tokens, attempt, counted, seq, agent)
       values ($1, $2, $3, $4, $5, $6, $7, $8, (select f.agent from {facts} f where f.queue = $1 and f.id = $2))",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID],
+);
+
+/// The same for a task whose agent is at hand, which saves the look at its facts.
+static NEW_TO_READY: Statement = Statement::new(
+    c"insert into stint.place_ready (queue, id, lane, priority, tokens, attempt, counted, seq, agent) values ($1, $2, $3, $4, $5, $6, $7, $8, $9)",
+    &[
+        pg_sys::TEXTOID,
+        pg_sys::UUIDOID,
+        pg_sys::INT4OID,
+        pg_sys::INT4OID,
+        pg_sys::INT8OID,
+        pg_sys::INT4OID,
+        pg_sys::INT4OID,
+        pg_sys::INT8OID,
+        pg_sys::TEXTOID,
+    ],
 );
 
 static TO_SCHEDULED: Statement = Statement::new(
@@ -108,6 +125,14 @@ pub fn next_seq() -> i64 {
     }
 }
 
+/// Puts a task that is being enqueued for that agent at the end of its line.
+pub fn new_to_ready(session: &Session, name: &str, ticket: &Ticket, agent: Option<&str>) {
+    let seq = next_seq();
+    let [a, b, c, d, e, f, g] = ticket.params(name);
+    session.run(&NEW_TO_READY, &[a, b, c, d, e, f, g, arg(seq), arg(agent)]);
+    heads::lower(Instance::here(), ticket.lane, ticket.priority, seq);
+}
+
 /// Puts a task at the end of its line.
 pub fn to_ready(session: &Session, name: &str, ticket: &Ticket) {
     back_to_ready(session, name, ticket, next_seq());
@@ -155,14 +180,21 @@ pub struct Attempt<'a> {
     pub heartbeat_gap: Option<RawInterval>,
     /// What it reserved of budgets.
     pub held: Option<&'a Held>,
+    /// The lane its task stood in.
+    pub lane: i32,
+    /// What its group of a fair queue was charged.
+    pub share: Option<i64>,
 }
 
-/// Writes the row of an ended attempt and has its budgets released and settled at commit: this is the one place where that happens. One that ended `released`
+/// Writes the row of an ended attempt and has its budgets and its group's share released and settled at commit: this is the one place where that happens. One that ended `released`
 /// or `snoozed` is as if it had never begun, so its row names no budget.
 pub fn attempt(session: &Session, name: &str, attempt: &Attempt, ended: &str, at: Instant, error: Option<&str>, usage: &Usage) {
     let [run_id, trace_id, model, input, cached, output, model_cost, compute_cost, confidence, meta] = usage.params();
     let released = matches!(ended, "released" | "snoozed");
     let charged = attempt.held.map(|held| live::settle(session, name, held, attempt.started_at, at, released, usage.used()));
+    if let Some(charged) = attempt.share {
+        shares::settle(session, name, attempt.lane, charged, released, usage.used());
+    }
     let kept = attempt.held.filter(|_| !released);
     history::write(
         session,

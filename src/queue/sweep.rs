@@ -32,7 +32,7 @@ static LAPSED: Statement = Statement::new(
             limit $2
             for update skip locked))
       returning r.queue::text, r.id, r.lease, r.lane, r.priority, r.seq, r.tokens, r.attempt, r.counted, r.started_at, r.worker::text,
-                r.cancel_requested, r.reason, r.budgets, r.reserved, r.run_id::text, r.trace_id::text, r.heartbeat_gap, r.deadline",
+                r.cancel_requested, r.reason, r.budgets, r.reserved, r.run_id::text, r.trace_id::text, r.heartbeat_gap, r.deadline, r.share",
     &[pg_sys::TIMESTAMPTZOID, pg_sys::INT8OID, pg_sys::TIMESTAMPTZOID, pg_sys::UUIDARRAYOID],
 );
 
@@ -45,7 +45,7 @@ static LAPSED_ONE: Statement = Statement::new(
             where d.queue = $2 and d.id = $3 and coalesce(d.extended_until, d.expires_at) <= $1
             for update skip locked))
       returning r.queue::text, r.id, r.lease, r.lane, r.priority, r.seq, r.tokens, r.attempt, r.counted, r.started_at, r.worker::text,
-                r.cancel_requested, r.reason, r.budgets, r.reserved, r.run_id::text, r.trace_id::text, r.heartbeat_gap, r.deadline",
+                r.cancel_requested, r.reason, r.budgets, r.reserved, r.run_id::text, r.trace_id::text, r.heartbeat_gap, r.deadline, r.share",
     &[pg_sys::TIMESTAMPTZOID, pg_sys::TEXTOID, pg_sys::UUIDOID],
 );
 
@@ -108,6 +108,8 @@ fn take_back(session: &Session, rows: &Rows, at: usize, now: Instant, swept: &mu
         worker: &worker,
         heartbeat_gap: rows.get(at, 18),
         held: held.as_ref(),
+        lane: ticket.lane,
+        share: rows.get(at, 20),
     };
     let why = if rows.get::<Instant>(at, 19).is_some_and(|deadline| deadline <= now) { OVERRUN } else { LAPSE };
     let usage = Usage::default().or_known(run_id.as_deref(), trace_id.as_deref());

@@ -9,6 +9,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[repr(C)]
 pub struct Shared {
     generation: AtomicU64,
+    /// How often lanes of groups came or went, of the queues that share a place here.
+    lanes: [AtomicU64; LANE_COUNTS],
+}
+
+/// Two queues that share a count only read their lanes more often.
+const LANE_COUNTS: usize = 256;
+
+fn lane_count(queue: i32) -> usize {
+    queue.unsigned_abs() as usize % LANE_COUNTS
 }
 
 impl Shared {
@@ -21,6 +30,37 @@ impl Shared {
 thread_local! {
     /// One entry for each change of configuration in this transaction; with the instance where windows must be derived anew.
     pub static PENDING: Pending<Option<Instance>> = const { Pending::new() };
+}
+
+thread_local! {
+    /// Queues in which this transaction made or removed lanes of groups. These come and go with the groups, so they do not move the generation.
+    pub static LANES: Pending<i32> = const { Pending::new() };
+}
+
+/// Notes that this transaction made or removed a lane of a group.
+pub fn group_lane_changed(queue: i32) {
+    LANES.with(|p| {
+        if !p.any_here(|known| *known == queue) {
+            p.push(queue);
+        }
+    });
+}
+
+/// Whether this transaction has made or removed a lane of a group.
+pub fn lanes_changed_here() -> bool {
+    LANES.with(|p| p.any(|_| true))
+}
+
+/// How often lanes of groups of the queue came or went.
+pub fn lanes(shared: &super::Shared, queue: i32) -> u64 {
+    shared.config.lanes[lane_count(queue)].load(Ordering::Acquire)
+}
+
+/// At commit.
+pub fn lanes_changed(queue: &i32) {
+    if let Some(shared) = super::get() {
+        shared.config.lanes[lane_count(*queue)].fetch_add(1, Ordering::AcqRel);
+    }
 }
 
 /// Notes that this transaction changed a queue, lane or budget.
@@ -41,6 +81,11 @@ pub fn changed_here() -> bool {
 /// The current generation.
 pub fn generation(shared: &super::Shared) -> u64 {
     shared.config.generation.load(Ordering::Acquire)
+}
+
+/// Has every backend read the configuration anew, from now on.
+pub fn move_on() {
+    bump();
 }
 
 fn bump() {

@@ -165,6 +165,7 @@ fn with_entry<R>(shared: &super::Shared, instance: Instance, lane: i32, make: bo
 }
 
 /// Where a backend remembers a line's entry, for [`glimpse`].
+#[derive(Clone)]
 pub struct Handle(Cell<*const Entry>);
 
 impl Default for Handle {
@@ -248,15 +249,16 @@ pub fn look(shared: &super::Shared, instance: Instance, lane: i32) -> Line {
 /// aborts), and no prepared transaction is about that could bring rows without telling.
 pub fn may_rise(shared: &super::Shared) -> bool {
     // SAFETY: reads this backend's own state.
-    let (fresh, unwritten, preparing) = unsafe {
-        (
-            pg_sys::XactIsoLevel < pg_sys::XACT_REPEATABLE_READ as i32,
-            pg_sys::GetTopTransactionIdIfAny() == pg_sys::InvalidTransactionId,
-            max_prepared_xacts > 0,
-        )
-    };
-    let quiet = !preparing || prepared_since(shared).is_none();
-    fresh && unwritten && quiet
+    let unwritten = unsafe { pg_sys::GetTopTransactionIdIfAny() == pg_sys::InvalidTransactionId };
+    unwritten && may_tell(shared)
+}
+
+/// Whether what this transaction reads of a line that it has not touched itself is what others would read: its statements take fresh snapshots, and no prepared
+/// transaction is about.
+pub fn may_tell(shared: &super::Shared) -> bool {
+    // SAFETY: reads this backend's own state.
+    let (fresh, preparing) = unsafe { (pg_sys::XactIsoLevel < pg_sys::XACT_REPEATABLE_READ as i32, max_prepared_xacts > 0) };
+    fresh && (!preparing || prepared_since(shared).is_none())
 }
 
 /// Counts rows that a claim took from a line: what they leave behind is in the next claim's way until the head rises.
@@ -363,6 +365,8 @@ pub fn rescan(instance: Instance, usage: bool) {
 pub fn rescanned(asked: &Rescan) {
     if let Some(shared) = super::get() {
         forget(shared, asked.instance);
+        // Queues and lanes came by the same ways.
+        super::config::move_on();
         if asked.usage {
             super::budgets::unload(shared, asked.instance);
         }

@@ -1,9 +1,10 @@
-//! What lives in shared memory: live budget usage, the heads of lines, doorbells, waiters, worker slots and the configuration's generation. One fixed struct
+//! What lives in shared memory: live budget usage, what the groups of fair queues have got, the heads of lines, doorbells, waiters, worker slots and the configuration's generation. One fixed struct
 //! and its tables, laid out at server start; all zero after a crash, so nothing here is a truth of its own: each part can be derived again from the tables.
 
 pub mod bells;
 pub mod budgets;
 pub mod config;
+pub mod fair;
 pub mod heads;
 pub mod waiters;
 pub mod workers;
@@ -22,6 +23,7 @@ pub struct Shared {
     budgets: budgets::Shared,
     heads: heads::Shared,
     workers: workers::Shared,
+    fair: fair::Shared,
 }
 
 /// The LWLocks, by their place in the named tranche.
@@ -38,8 +40,10 @@ pub enum Lock {
     Heads = 3,
     /// Guards the giving of places to waiters.
     Waiters = 4,
+    /// Guards what the groups of fair queues have got. Taken while that of the budgets is held, never the other way round.
+    Fair = 5,
 }
-const LOCKS: i32 = 5;
+const LOCKS: i32 = 6;
 const TRANCHE: &std::ffi::CStr = c"pg_stint";
 
 static SHARED: AtomicPtr<Shared> = AtomicPtr::new(null_mut());
@@ -81,7 +85,9 @@ unsafe extern "C-unwind" fn request() {
     call_previous(&PREVIOUS_REQUEST);
     // SAFETY: called by the postmaster while requests are taken.
     unsafe {
-        pg_sys::RequestAddinShmemSpace(size_of::<Shared>() + budgets::table_size() + heads::table_size() + workers::table_size());
+        pg_sys::RequestAddinShmemSpace(
+            size_of::<Shared>() + budgets::table_size() + heads::table_size() + workers::table_size() + fair::table_size(),
+        );
         pg_sys::RequestNamedLWLockTranche(TRANCHE.as_ptr(), LOCKS);
     }
 }
@@ -104,6 +110,7 @@ unsafe extern "C-unwind" fn startup() {
         budgets::attach_table();
         heads::attach_table();
         workers::attach_table();
+        fair::attach_table();
         pg_sys::LWLockRelease(addin);
         LOCK_ARRAY.store(pg_sys::GetNamedLWLockTranche(TRANCHE.as_ptr()), Ordering::Release);
         SHARED.store(shared, Ordering::Release);

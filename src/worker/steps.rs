@@ -10,7 +10,7 @@ use crate::{accounting, budget, changelog, history, queue};
 pub enum When {
     /// In every round, that is every `stint.naptime`.
     Round,
-    /// In every round, and before the doorbells are rung.
+    /// In every round, and before the doorbells are rung: what has to keep up with a busy queue.
     RoundAndBell,
     /// When a doorbell was rung, at most once in `stint.doorbell_interval`.
     Bell,
@@ -35,11 +35,13 @@ pub const STEPS: &[Step] = &[
     Step { name: "promote", when: When::Round, run: queue::promote::step },
     Step { name: "schedules", when: When::Round, run: queue::schedule::step },
     Step { name: "expire keys", when: When::Round, run: queue::keys::step },
+    Step { name: "tidy lanes", when: When::Round, run: queue::shares::step },
+    Step { name: "correct predictions", when: When::Round, run: queue::factors::step },
     Step { name: "history ahead", when: When::Round, run: history::make_ahead },
     Step { name: "history retention", when: When::Round, run: history::retention::step },
     Step { name: "expire events", when: When::Round, run: history::retention::let_go_of_events },
     Step { name: "tick", when: When::RoundAndBell, run: changelog::tick::step },
     Step { name: "trim consumers", when: When::Round, run: changelog::consumer::step },
-    Step { name: "roll up", when: When::Round, run: accounting::roll_up::step },
+    Step { name: "roll up", when: When::RoundAndBell, run: accounting::roll_up::step },
     Step { name: "doorbells", when: When::Bell, run: doorbells::step },
 ];

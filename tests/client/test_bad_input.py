@@ -46,6 +46,10 @@ CALLS = {
     "fire_schedules": {},
     "next_fire": {"cron": "@daily"},
     "alter_queue": {"queue": "q", "lease_for": "1 hour"},
+    "set_weight": {"queue": "q", "group_key": "g", "weight": "2"},
+    "group_usage": {},
+    "tidy_lanes": {},
+    "refresh_factors": {},
     "pause_queue": {"queue": "q"},
     "resume_queue": {"queue": "q"},
     "purge_queue": {"queue": "q"},
@@ -60,6 +64,17 @@ CALLS = {
     "finish_and_claim": {"queue": "q", "id": "$id", "lease": "$lease", "worker": "w"},
     "lease_advice": {"queue": "q"},
     "prediction_advice": {"queue": "q"},
+    "record_usage": {"queue": "q", "id": "$id", "attempt": "1", "key": "new", "model_cost": "1"},
+    "roll_up": {},
+    "task_counts": {},
+    "usage_by": {},
+    "latency": {},
+    "cost_of_failed": {},
+    "dashboard": {},
+    "verify_accounting": {},
+    "incarnation": {},
+    "histogram": {"scale": "duration", "measures": "{1,2}"},
+    "quantile": {"scale": "duration", "histogram": "\\x0101"},
     "sweep": {},
     "promote": {},
     "expire_keys": {},
@@ -124,6 +139,9 @@ VALUES = {
     "regclass": ["pg_class", "0", "999999", "stint.tasks", "stint.queue_config", "goods_pkey", "pg_toast.pg_toast_1255"],
     "regclass[]": ["{}", "{NULL}", "{pg_class}", "{goods,NULL}", "{999999}", "{goods,goods}"],
     "anyelement": ["(,,)"],
+    "bytea": ["\\x", "\\x80", "\\xffffffffffffffffffffff01", "\\x01"],
+    "bytea[]": ["{}", "{NULL}", '{"\\\\x80"}'],
+    "double precision[]": ["{}", "{NULL}", "{NaN,Infinity,-Infinity,-1,1e308}", "{{1,2},{3,4}}"],
 }  # fmt: skip
 
 TASK_FIELDS = {
@@ -179,11 +197,15 @@ def signature(conn, function):
     )
 
 
+# Tables to which the maintenance worker adds on its own.
+BY_THE_WORKER = {"stint.ticks", "stint.rollup_epochs", "stint.rollup_marks", "stint.usage_rollups", "stint.task_rollups"}
+
+
 def stored(conn):
     """How many rows each table holds, what is in use of budgets, and that the storage rules hold."""
     tables = [t for (t,) in conn.execute(
         "SELECT oid::regclass::text FROM pg_class WHERE relnamespace = 'stint'::regnamespace AND relkind IN ('r', 'p') AND NOT relispartition")]
-    counts = {t: value(conn, f"SELECT count(*) FROM {t}") for t in tables if t not in ("stint.ticks",)}
+    counts = {t: value(conn, f"SELECT count(*) FROM {t}") for t in tables if t not in BY_THE_WORKER}
     return counts, rows(conn, "SELECT * FROM stint.budget_usage()"), rows(conn, "SELECT * FROM stint.check()")
 
 

@@ -48,6 +48,28 @@ def test_a_restored_queue_goes_on(started):
         assert call(conn, "check") == []
 
 
+def test_a_restored_fair_queue_keeps_its_groups_and_weights(started):
+    server, processes = started()
+    with server.connect("app") as conn:
+        queue = Queue(conn, fair=True)
+        call(conn, "set_weight", queue="q", group_key="b", weight=3)
+        for group in "ab":
+            for _ in range(12):
+                queue.enqueue(f'"{group}"', group_key=group, tokens=10)
+        queue.complete(queue.one(), input_tokens=10)
+        # Closed a moment before the dump, with tasks that came meanwhile.
+        conn.execute("UPDATE stint.lanes SET closed = pg_current_xact_id() WHERE group_key = 'a'")
+        restore_slowly(server, processes, "app", "copy")
+    with server.connect("copy") as conn:
+        queue = Queue(conn, create=False)
+        call(conn, "activate")
+        got = "".join(queue.one().payload for _ in range(8))
+        assert got.count("b") == 6, got
+        queue.enqueue('"a"', group_key="a", tokens=10)
+        assert sorted(task.payload for task in queue.claim(100)) == ["a"] * 10 + ["b"] * 6
+        assert queue.claim() == [] and call(conn, "check") == []
+
+
 def test_a_database_made_from_a_template_rests_until_it_is_activated_and_pg_upgrade_keeps_leases(started):
     server, processes = started()
     with server.connect("app") as conn:

@@ -176,6 +176,16 @@ fn within(used: i64, max: Option<i64>) -> bool {
     max.is_none_or(|max| used <= max)
 }
 
+/// A prediction multiplied by what predictions of its kind turned out to be, rounded up. It stays within the capacity of the budgets if it was, so that a task
+/// which can run some day can still.
+pub fn corrected(predicted: i64, factor: f64, capacity: Option<i64>) -> i64 {
+    let corrected = (predicted as f64 * factor).ceil() as i64;
+    match capacity {
+        Some(capacity) if predicted <= capacity => corrected.min(capacity),
+        _ => corrected,
+    }
+}
+
 /// What the end of an attempt changes in a window that was charged a reservation when it began: taken back where the attempt began, and owed where it ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Settlement {
@@ -257,6 +267,16 @@ mod tests {
         let windowed = Limit { per: 60, max_window_tokens: Some(40), ..Limit::default() };
         assert_eq!(windowed.cost(None).spent, Spent { requests: 1, tokens: 40, cost: 0 });
         assert!(!Limit { max_tokens: Some(0), ..Limit::default() }.could_ever_run(None));
+    }
+
+    #[test]
+    fn a_corrected_prediction_never_keeps_a_task_from_running_that_could() {
+        assert_eq!(corrected(10, 2.5, None), 25);
+        assert_eq!(corrected(3, 0.25, None), 1);
+        assert_eq!(corrected(0, 4.0, Some(9)), 0);
+        assert_eq!(corrected(40, 4.0, Some(100)), 100);
+        assert_eq!(corrected(101, 4.0, Some(100)), 404);
+        assert_eq!(corrected(101, 0.5, Some(100)), 51);
     }
 
     #[test]

@@ -131,6 +131,11 @@ fn put(bytes: &mut Vec<u8>, mut number: u64) {
 }
 
 fn take(bytes: &mut &[u8]) -> Option<u64> {
+    // Most numbers are small.
+    if let [first @ ..=0x7f, rest @ ..] = *bytes {
+        *bytes = rest;
+        return Some(u64::from(*first));
+    }
     let mut number = 0u64;
     for shift in (0..64).step_by(7) {
         let (first, rest) = bytes.split_first()?;

@@ -3,6 +3,7 @@
 pub mod backoff;
 pub mod budget;
 pub mod cron;
+pub mod fair;
 pub mod histogram;
 pub mod history;
 pub mod ids;

@@ -1,14 +1,14 @@
 //! What a new task has to wait for: looked up and held still before the task is written.
 
 use crate::history::{self, LeafStatement};
-use crate::queue::config::Queue;
+use crate::queue::config::{self, Queue};
 use crate::queue::enqueue::Request;
 use crate::queue::late;
 use crate::shmem::waiters;
 use crate::spi::{Rows, Session, Statement, arg};
 use crate::{errors, input};
 use pgrx::prelude::*;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 // Each keeps tasks in a place until this transaction ends, in the order in which they are given: that of their ids. They are looked up one by one, so that no plan
 // made while a table was small reads all of it. Heartbeats pass; claims and sweeps step over the rows, and whoever ends one of the tasks waits.
@@ -144,11 +144,18 @@ pub struct Gate {
     ended: HashMap<[u8; 16], String>,
     /// Groups that had no live task: the first task written has the turn.
     free: HashSet<String>,
+    /// Where tasks of groups of a fair queue wait, by group and budgets.
+    lanes: BTreeMap<(String, Vec<i32>), i32>,
 }
 
 /// Holds everything that the requests wait for, in the one order of locks.
 pub fn hold<'a>(session: &Session, name: &str, queue: &Queue, requests: impl Iterator<Item = &'a Request> + Clone) -> Gate {
     let mut gate = Gate::default();
+    if queue.fair {
+        // In one order, so that two batches that make the lanes of the same groups wait for each other in a line and not in a ring.
+        gate.lanes.extend(requests.clone().filter_map(|request| Some(((request.group_key.clone()?, request.budgets.clone()), 0))));
+        gate.lanes.iter_mut().for_each(|((group, budgets), lane)| *lane = config::group_lane(session, name, queue, group, budgets));
+    }
     let mut wanted: Vec<pgrx::Uuid> = requests.clone().flat_map(|request| &request.depends_on).copied().collect();
     sort(&mut wanted);
     let mut groups: Vec<&str> = if queue.strict_groups { requests.filter_map(|request| request.group_key.as_deref()).collect() } else { Vec::new() };
@@ -220,6 +227,12 @@ fn take_turn(session: &Session, name: &str, key: &str) -> bool {
 }
 
 impl Gate {
+    /// The lane of a task, given that of its budgets.
+    pub fn lane(&self, request: &Request, lane: i32) -> i32 {
+        let group = request.group_key.as_ref().filter(|_| !self.lanes.is_empty());
+        group.and_then(|group| self.lanes.get(&(group.clone(), request.budgets.clone()))).copied().unwrap_or(lane)
+    }
+
     /// How a task ends that cannot run any more, since one it depends on failed or was cancelled.
     pub fn doom(&self, request: &Request) -> Option<(&'static str, String)> {
         let outcome = request.on_dependency_failure.outcome()?;
