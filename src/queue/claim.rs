@@ -276,7 +276,8 @@ fn take_several(session: &Session, name: &str, queue: &Queue, wish: &Wish) -> Ve
         // What one ended attempt gave back may be room for more than one task: each claim that found some sends the next waiter to look.
         waiters::ready(queue.number, 1);
         if let Some(turns) = &turns {
-            turns.raise_floor(queue, |lane| passed.contains(&lane), wish.agents.is_some());
+            let barren = |lane| passed.contains(&lane) && !all.iter().any(|row: &Taken| row.ticket.lane == lane);
+            turns.raise_floor(queue, barren, wish.agents.is_some());
         }
         waiters::reserved(queue.budget_bits());
     }

@@ -95,13 +95,13 @@ impl Turns {
     }
 
     /// After a claim that took something: groups that have nothing to claim now go on from the least of those that have. One all of whose lanes were passed by, as
-    /// empty or without room, is not among these; with `agents` asked for, lanes are passed by that have tasks for others.
-    pub fn raise_floor(&self, queue: &Queue, passed: impl Fn(i32) -> bool, agents: bool) {
+    /// empty or without room, and yielded nothing, is not among these; with `agents` asked for, lanes are passed by that have tasks for others.
+    pub fn raise_floor(&self, queue: &Queue, barren: impl Fn(i32) -> bool, agents: bool) {
         let instance = Instance::here();
         let mut left = self.at_first.clone().unwrap_or_default();
         let gone = |group: usize| {
             let mut lanes = queue.lanes.iter().filter(|lane| lane.group == group);
-            lanes.all(|lane| if agents { heads::glimpse(instance, lane.lane, &lane.line) == Glimpse::Empty } else { passed(lane.lane) })
+            lanes.all(|lane| if agents { heads::glimpse(instance, lane.lane, &lane.line) == Glimpse::Empty } else { barren(lane.lane) })
         };
         while let Some(least) = (0..left.len()).min_by(|one, other| left[*one].1.firm.total_cmp(&left[*other].1.firm)) {
             let (group, standing) = left.swap_remove(least);

@@ -215,6 +215,17 @@ def test_a_group_that_was_idle_saves_up_no_turns(queue):
     turns(queue, 101)
     fill(queue, "a", 100, tokens=10)
     assert turns(queue, 10).count("a") == 5
+    # Nor where the others' tasks are all taken each time, some at once.
+    queue.claim(1000)
+    for _ in range(20):
+        fill(queue, "d", 5, tokens=10)
+        assert groups(queue.claim(100)) == "ddddd"
+    fill(queue, "e", 50, tokens=10)
+    fill(queue, "d", 50, tokens=10)
+    assert turns(queue, 20).count("e") in range(10, 17)
+    queue.claim(1000)
+    fill(queue, "a", 100, tokens=10)
+    fill(queue, "b", 200, tokens=10)
     # Nor does one that waited without room.
     call(queue.conn, "create_budget", name="narrow", max_running=0)
     fill(queue, "c", 50, tokens=10, budgets=["narrow"])
