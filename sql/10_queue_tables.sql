@@ -61,6 +61,7 @@ CREATE TABLE stint.task_facts (
     group_key       text COLLATE "C",
     group_seq       bigint,
     depends_on      uuid[],
+    on_dependency_failure text COLLATE "C",
     labels          jsonb,
     payload         jsonb NOT NULL,
     PRIMARY KEY (queue, id)

@@ -181,9 +181,10 @@ pub fn attempt(session: &Session, name: &str, attempt: &Attempt, ended: &str, at
 }
 
 /// How a task finished.
+#[derive(Clone, Copy)]
 pub struct Outcome<'a> {
     /// `completed`, `failed` or `cancelled`.
-    pub outcome: &'a str,
+    pub outcome: &'static str,
     /// The number of its last attempt.
     pub attempt: i32,
     /// The lease that finished it, if one did.
@@ -194,10 +195,25 @@ pub struct Outcome<'a> {
     pub result: Option<RawJsonb>,
 }
 
+impl<'a> Outcome<'a> {
+    /// Of a task that ends while it waits, by no lease.
+    pub fn waiting(outcome: &'static str, error: Option<&'a str>) -> Self {
+        Outcome { outcome, attempt: 0, lease: None, error, result: None }
+    }
+}
+
 /// Writes a task's outcome, and moves the tasks that waited for its end.
 pub fn outcome(session: &Session, name: &str, id: pgrx::Uuid, at: Instant, outcome: &Outcome) {
+    let mut ends = Vec::new();
+    outcome_of_batch(session, name, id, at, outcome, &mut ends);
+    leave::follow(session, name, ends, at);
+}
+
+/// Writes a task's outcome; where others waited for its end, it is put among `ends`: whoever ends several follows them up together, when no more rows of tasks are
+/// to be taken, and so keeps to the order of locks.
+pub fn outcome_of_batch(session: &Session, name: &str, id: pgrx::Uuid, at: Instant, outcome: &Outcome, ends: &mut Vec<End<'static>>) {
     if write_outcome(session, name, id, at, outcome) || grouped(session, name) {
-        leave::follow(session, name, End { id, outcome: outcome.outcome, turn: true }, at);
+        ends.push(End { id, outcome: outcome.outcome, turn: true });
     }
 }
 
