@@ -30,10 +30,18 @@ CREATE TABLE stint.budget_config (
     number          int GENERATED ALWAYS AS IDENTITY UNIQUE,
     max_running     int,
     max_tokens      bigint,
+    max_requests    bigint,
+    max_window_tokens bigint,
+    per             interval,
     default_tokens  bigint,
+    max_cost        numeric,
+    input_weight    double precision NOT NULL DEFAULT 1,
+    cached_weight   double precision NOT NULL DEFAULT 1,
+    output_weight   double precision NOT NULL DEFAULT 1,
+    throttled_until timestamptz,
     created_at      timestamptz NOT NULL DEFAULT clock_timestamp()
 );
-COMMENT ON TABLE stint.budget_config IS 'Budgets and their limits; made by stint.create_budget. What is in use of them is derived from stint.place_running';
+COMMENT ON TABLE stint.budget_config IS 'Budgets and their limits; made by stint.create_budget. What is in use of them is derived from stint.place_running and stint.task_attempts';
 
 -- One lane for each set of budgets that tasks of a queue name themselves; what the queue itself draws on is added at claim, so it can change.
 CREATE TABLE stint.lanes (
@@ -155,9 +163,14 @@ CREATE TABLE stint.task_attempts (
     compute_cost    numeric,
     confidence      real,
     meta            jsonb,
+    budgets         int[],
+    reserved        bigint[],
+    charged         bigint[],
     PRIMARY KEY (queue, id, attempt)
 );
-COMMENT ON TABLE stint.task_attempts IS 'Every ended attempt, with how it ended and the usage its callback reported; insert-only';
+-- Read once after a start, to rebuild the budgets' windows; as small as an index on rows that come in the order of time can be.
+CREATE INDEX task_attempts_ended ON stint.task_attempts USING brin (ended_at);
+COMMENT ON TABLE stint.task_attempts IS 'Every ended attempt, with how it ended, the usage its callback reported, and what it reserved and was charged of each budget; insert-only';
 
 -- Usage that came after the attempt had ended: a lapsed worker's callback. The key makes it once.
 CREATE TABLE stint.usage_late (

@@ -38,16 +38,73 @@ CREATE FUNCTION stint.create_budget(
     name text,
     max_running int DEFAULT NULL,
     max_tokens bigint DEFAULT NULL,
-    default_tokens bigint DEFAULT NULL
+    max_requests bigint DEFAULT NULL,
+    max_window_tokens bigint DEFAULT NULL,
+    per interval DEFAULT NULL,
+    default_tokens bigint DEFAULT NULL,
+    max_cost numeric DEFAULT NULL,
+    input_weight double precision DEFAULT 1,
+    cached_weight double precision DEFAULT 1,
+    output_weight double precision DEFAULT 1
 ) RETURNS void
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'create_budget_wrapper';
-REVOKE ALL ON FUNCTION stint.create_budget(text, int, bigint, bigint) FROM PUBLIC;
-COMMENT ON FUNCTION stint.create_budget(text, int, bigint, bigint) IS
+REVOKE ALL ON FUNCTION stint.create_budget(text, int, bigint, bigint, bigint, interval, bigint, numeric, double precision, double precision, double precision) FROM PUBLIC;
+COMMENT ON FUNCTION stint.create_budget(text, int, bigint, bigint, bigint, interval, bigint, numeric, double precision, double precision, double precision) IS
 'Makes a budget: a limit that tasks draw on, their queue''s budgets and their own together. All must have room for a task to be claimed, decided in one step.
-max_running: most tasks running at once; 0 closes the budget. max_tokens: most predicted tokens of running tasks together. Give at least one.
+Give at least one limit. max_running: most tasks running at once; 0 closes the budget. max_tokens: most predicted tokens of running tasks together.
+per: a window of time; in no span of its length are more than max_requests attempts begun or more than max_window_tokens tokens admitted. An attempt is charged its prediction when it
+begins and what it used when it ends: what it did not use is free again at once, what it used above is owed. max_cost: nothing starts while model_cost and compute_cost
+reported within the window reach it. What leaves the window is forgotten in steps of a sixtieth of it.
 default_tokens: what a task without a prediction counts as; without it such a task is refused where tokens are limited.
+input_weight, cached_weight, output_weight: what a token of each kind counts when an attempt reports its usage; cached tokens are part of the input. Predictions and limits are in weighted tokens.
 Errors: 42710 the budget exists; 22023 a value out of its bounds.';
+
+CREATE FUNCTION stint.alter_budget(
+    name text,
+    max_running int DEFAULT NULL,
+    max_tokens bigint DEFAULT NULL,
+    max_requests bigint DEFAULT NULL,
+    max_window_tokens bigint DEFAULT NULL,
+    per interval DEFAULT NULL,
+    default_tokens bigint DEFAULT NULL,
+    max_cost numeric DEFAULT NULL,
+    input_weight double precision DEFAULT NULL,
+    cached_weight double precision DEFAULT NULL,
+    output_weight double precision DEFAULT NULL,
+    unset text[] DEFAULT NULL
+) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'alter_budget_wrapper';
+REVOKE ALL ON FUNCTION stint.alter_budget(text, int, bigint, bigint, bigint, interval, bigint, numeric, double precision, double precision, double precision, text[]) FROM PUBLIC;
+COMMENT ON FUNCTION stint.alter_budget(text, int, bigint, bigint, bigint, interval, bigint, numeric, double precision, double precision, double precision, text[]) IS
+'Changes limits of a budget that is in use, from the commit on: running work goes on, and nothing starts until there is room under the new limits. What is null stays as it is.
+unset: names of limits to remove, such as ''{max_tokens,default_tokens}''. A task that can then never run is held, and stint.explain says so.
+A changed per is filled from the attempts of that time before the next claim.
+Waits for: another transaction that changes the budget. Errors: 42704 unknown budget; 22023 a value out of its bounds, or no limit left.';
+
+CREATE FUNCTION stint.drop_budget(
+    name text
+) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'drop_budget_wrapper';
+REVOKE ALL ON FUNCTION stint.drop_budget(text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.drop_budget(text) IS
+'Removes a budget that nothing draws on. Call it in a transaction of its own.
+Waits for: transactions that claimed, ended or enqueued tasks with budgets, and holds up others of them until it ends.
+Errors: 42704 unknown budget; 2BP01 queues, or tasks that are alive, draw on it: the message names them.';
+
+CREATE FUNCTION stint.throttle(
+    budget text,
+    duration interval
+) RETURNS timestamptz
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'throttle_wrapper';
+REVOKE ALL ON FUNCTION stint.throttle(text, interval) FROM PUBLIC;
+COMMENT ON FUNCTION stint.throttle(text, interval) IS
+'The answer of a whole fleet to a provider''s 429: nothing that draws on the budget is claimed for that long, from the commit on, whatever restarts meanwhile. Running work goes on.
+Returns the instant it ends. A throttle in force is only ever made longer; ''0'' ends it (and returns null).
+Waits for: another transaction that changes the budget. Errors: 42704 unknown budget; 22023 a negative duration; 54000 longer than stint.max_delay.';
 
 CREATE FUNCTION stint.enqueue(
     queue text,
@@ -260,16 +317,22 @@ REVOKE ALL ON FUNCTION stint.explain(text, uuid) FROM PUBLIC;
 COMMENT ON FUNCTION stint.explain(text, uuid) IS
 'Says in words where a task is and why it is not running: what it waits for, which budget has no room, whose lease holds it. Errors: P0002 unknown task; 42704 unknown queue.';
 
-CREATE FUNCTION stint.budget_usage() RETURNS TABLE (budget text, running bigint, tokens bigint, derived boolean)
+CREATE FUNCTION stint.budget_usage() RETURNS TABLE (budget text, running bigint, tokens bigint, derived boolean, requests bigint, window_tokens bigint, window_cost_micros bigint, refills_at timestamptz)
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'budget_usage_wrapper';
 REVOKE ALL ON FUNCTION stint.budget_usage() FROM PUBLIC;
 COMMENT ON FUNCTION stint.budget_usage() IS
-'What is in use of each budget, as claims see it: tasks running and predicted tokens in flight. derived: whether that is also what the running rows visible here add up to; it may differ for the moment a claim takes. Use in FROM.';
+'What is in use of each budget, as claims see it: tasks running and predicted tokens in flight. derived: whether that is also what the running rows visible here add up to; it may differ for the moment a claim takes.
+requests, window_tokens, window_cost_micros (millionths): spent within the budget''s window, null where it has none. refills_at: when the oldest of that is forgotten. Use in FROM.';
 
 CREATE VIEW stint.budgets AS
 SELECT b.budget, b.max_running, u.running, b.max_running - u.running AS room_running,
-       b.max_tokens, u.tokens AS tokens_in_flight, b.max_tokens - u.tokens AS room_tokens, b.default_tokens, b.created_at
+       b.max_tokens, u.tokens AS tokens_in_flight, b.max_tokens - u.tokens AS room_tokens, b.default_tokens,
+       b.per, b.max_requests, u.requests, b.max_requests - u.requests AS room_requests,
+       b.max_window_tokens, u.window_tokens, b.max_window_tokens - u.window_tokens AS room_window_tokens,
+       b.max_cost, round(u.window_cost_micros / 1000000.0, 6) AS window_cost, b.max_cost - round(u.window_cost_micros / 1000000.0, 6) AS room_cost,
+       u.refills_at, CASE WHEN b.throttled_until > clock_timestamp() THEN b.throttled_until END AS throttled_until,
+       b.input_weight, b.cached_weight, b.output_weight, b.created_at
 FROM stint.budget_config b
 JOIN stint.budget_usage() u ON u.budget = b.budget;
-COMMENT ON VIEW stint.budgets IS 'Budgets: limits, what is in use, and the room left. The figure shown is the figure enforced';
+COMMENT ON VIEW stint.budgets IS 'Budgets: limits, what is in use, what was spent within the window, and the room left (below zero where a limit was lowered, or more was used than predicted); when the window next forgets something, and until when a throttle is in force. The figure shown is the figure enforced';

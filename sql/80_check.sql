@@ -102,6 +102,12 @@ AS $$
     FROM stint.place_running r
     WHERE coalesce(cardinality(r.budgets), 0) <> coalesce(cardinality(r.reserved), 0)
     UNION ALL
+    SELECT 'an attempt is charged to the budgets it reserved', a.queue, a.id, 'attempt ' || a.attempt || ', ' || a.ended
+    FROM stint.task_attempts a
+    WHERE coalesce(cardinality(a.budgets), 0) <> coalesce(cardinality(a.reserved), 0)
+       OR coalesce(cardinality(a.budgets), 0) <> coalesce(cardinality(a.charged), 0)
+       OR a.ended = 'released' AND a.budgets IS NOT NULL
+    UNION ALL
     SELECT 'the live usage of a budget is what its running tasks reserve', NULL, NULL, u.budget || ': ' || u.running || ' running, ' || u.tokens || ' tokens'
     FROM stint.budget_usage() u WHERE NOT u.derived
     UNION ALL

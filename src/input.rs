@@ -2,7 +2,6 @@
 
 use crate::values::{RawInterval, RawJsonb, SECOND};
 use crate::{errors, guc};
-use pgrx::prelude::*;
 
 /// Microseconds as people read them: `1h 30min`, `90s`, `250ms`.
 fn duration_text(micros: i64) -> String {
@@ -167,11 +166,7 @@ pub fn tokens(argument: &str, value: Option<i64>) -> Option<i64> {
 /// Whether a `numeric` is a finite number of at least zero: money.
 pub fn money(argument: &str, value: Option<crate::values::RawNumeric>) -> Option<crate::values::RawNumeric> {
     if let Some(amount) = value {
-        // SAFETY: the datum is a numeric; PostgreSQL's own functions look at it.
-        let text = unsafe {
-            let text = pg_sys::OidOutputFunctionCall(pg_sys::Oid::from(pg_sys::F_NUMERIC_OUT), amount.0);
-            std::ffi::CStr::from_ptr(text).to_string_lossy().into_owned()
-        };
+        let text = amount.text();
         if text.starts_with('-') || text == "NaN" || text == "Infinity" {
             errors::invalid(format!("argument \"{argument}\" is {text}"), "A cost is zero or more and finite.");
         }

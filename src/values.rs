@@ -104,6 +104,17 @@ impl RawJsonb {
     }
 }
 
+impl RawNumeric {
+    /// Its decimal digits, as PostgreSQL writes them.
+    pub fn text(self) -> String {
+        // SAFETY: the datum is a numeric; its own output function reads it.
+        unsafe {
+            let text = pg_sys::OidOutputFunctionCall(pg_sys::Oid::from(pg_sys::F_NUMERIC_OUT), self.0);
+            std::ffi::CStr::from_ptr(text).to_string_lossy().into_owned()
+        }
+    }
+}
+
 impl RawInterval {
     /// The duration in microseconds; months count 30 days and days 24 hours, as `extract(epoch …)` counts them. Saturates.
     pub fn micros(self) -> i64 {
@@ -124,6 +135,15 @@ impl Instant {
     /// This instant moved by `micros`, saturating.
     pub fn plus(self, micros: i64) -> Self {
         Instant(self.0.saturating_add(micros))
+    }
+
+    /// As the session's settings write it.
+    pub fn text(self) -> String {
+        // SAFETY: the output function of timestamptz on a timestamptz.
+        unsafe {
+            let text = pg_sys::OidOutputFunctionCall(pg_sys::Oid::from(pg_sys::F_TIMESTAMPTZ_OUT), pg_sys::Datum::from(self.0));
+            std::ffi::CStr::from_ptr(text).to_string_lossy().into_owned()
+        }
     }
 
     /// Whole milliseconds from `earlier` to this instant.

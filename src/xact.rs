@@ -35,6 +35,11 @@ impl<T: Copy> Pending<T> {
         self.0.borrow().iter().map(|(_, what)| what).for_each(show);
     }
 
+    /// Lets `change` alter everything remembered.
+    pub fn each_mut(&self, change: impl FnMut(&mut T)) {
+        self.0.borrow_mut().iter_mut().map(|(_, what)| what).for_each(change);
+    }
+
     /// Whether `like` holds for something remembered.
     pub fn any(&self, like: impl Fn(&T) -> bool) -> bool {
         self.0.borrow().iter().any(|(_, what)| like(what))

@@ -1,40 +1,56 @@
 //! `stint.create_budget`: a named limit that tasks draw on.
 
-use crate::errors;
-use crate::input;
+use super::settings::{Settings, TYPES};
 use crate::shmem::{self, config};
 use crate::spi::{self, Statement, arg};
+use crate::values::{RawInterval, RawNumeric};
+use crate::{errors, input};
 use pgrx::prelude::*;
 
 static INSERT: Statement = Statement::new(
-    c"insert into stint.budget_config (budget, max_running, max_tokens, default_tokens) values ($1, $2, $3, $4) on conflict (budget) do nothing",
-    &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT8OID],
+    c"insert into stint.budget_config
+             (max_running, max_tokens, max_requests, max_window_tokens, per, default_tokens, max_cost,
+              input_weight, cached_weight, output_weight, budget)
+      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)
+      on conflict (budget) do nothing",
+    &TYPES,
 );
 
 /// See the SQL COMMENT of stint.create_budget.
 #[pg_extern(sql = false)]
-fn create_budget(name: Option<&str>, max_running: Option<i32>, max_tokens: Option<i64>, default_tokens: Option<i64>) {
+fn create_budget(
+    name: Option<&str>,
+    max_running: Option<i32>,
+    max_tokens: Option<i64>,
+    max_requests: Option<i64>,
+    max_window_tokens: Option<i64>,
+    per: Option<RawInterval>,
+    default_tokens: Option<i64>,
+    max_cost: Option<RawNumeric>,
+    input_weight: Option<f64>,
+    cached_weight: Option<f64>,
+    output_weight: Option<f64>,
+) {
     shmem::required();
     let name = input::name("name", name);
-    if max_running.is_none() && max_tokens.is_none() {
-        errors::invalid(format!("budget \"{name}\" limits nothing"), "Give it max_running, max_tokens or both.");
-    }
-    if let Some(running) = max_running {
-        input::at_least("max_running", running, 0);
-    }
-    input::tokens("max_tokens", max_tokens);
-    if let Some(tokens) = input::tokens("default_tokens", default_tokens) {
-        input::at_least("default_tokens", tokens, 1);
-        if max_tokens.is_some_and(|max| tokens > max) {
-            errors::invalid(
-                format!("budget \"{name}\": default_tokens {tokens} is above max_tokens"),
-                "A task without a prediction could never run; lower default_tokens or raise max_tokens.",
-            );
-        }
-    }
+    let settings = Settings {
+        max_running,
+        max_tokens,
+        max_requests,
+        max_window_tokens,
+        per,
+        default_tokens,
+        max_cost,
+        input_weight: Some(input::given("input_weight", input_weight)),
+        cached_weight: Some(input::given("cached_weight", cached_weight)),
+        output_weight: Some(input::given("output_weight", output_weight)),
+    };
+    settings.check_values();
+    settings.check_together(name);
     let _owner = spi::Identity::owner();
     spi::connect(|session| {
-        let made = session.run(&INSERT, &[arg(name), arg(max_running), arg(max_tokens), arg(default_tokens)]);
+        let [a, b, c, d, e, f, g, h, i, j] = settings.params();
+        let made = session.run(&INSERT, &[a, b, c, d, e, f, g, h, i, j, arg(name)]);
         if made.is_empty() {
             errors::exists("budget", name, "Use another name, or the budget that is there: the view stint.budgets shows its limits.");
         }

@@ -4,13 +4,16 @@ use super::config;
 use super::flow::leave;
 use super::late;
 use super::store::{self, Outcome};
+use crate::input;
+use crate::shmem::{self, heads};
 use crate::spi::{self, Statement, arg};
 use crate::values::Instant;
-use crate::{input, shmem};
 use pgrx::prelude::*;
 
-static FROM_READY: Statement =
-    Statement::new(c"delete from stint.place_ready w where w.queue = $1 and w.id = $2 returning w.attempt", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
+static FROM_READY: Statement = Statement::new(
+    c"delete from stint.place_ready w where w.queue = $1 and w.id = $2 returning w.attempt, w.lane",
+    &[pg_sys::TEXTOID, pg_sys::UUIDOID],
+);
 
 static FROM_SCHEDULED: Statement =
     Statement::new(c"delete from stint.place_scheduled s where s.queue = $1 and s.id = $2 returning s.attempt", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
@@ -51,6 +54,8 @@ fn cancel(
             let mut waited = session.run(&FROM_READY, &key);
             if waited.is_empty() {
                 waited = session.run(&FROM_SCHEDULED, &key);
+            } else {
+                heads::stir(shmem::Instance::here(), waited.must(0, 2));
             }
             if waited.is_empty() && !session.run(&BLOCKED, &key).is_empty() {
                 leave::leave_blocked(session, name, &queue, id, &Outcome::waiting("cancelled", reason), now, true)?;

@@ -4,20 +4,21 @@
 //! ready (from the head of its line on, see `shmem::heads`), read the facts, put into running. Where lanes draw on budgets, the claim first looks at what stands at the head of each lane that has room, reserves
 //! for what it may take in one step in shared memory, and only then touches rows. docs/locks.md says which locks it takes.
 
-use super::config::{self, Queue};
+use super::config::{self, Front, Lane, Queue};
 use super::horizon;
 use super::lines;
 use super::store::{self, Ticket};
 use crate::budget::live;
 use crate::errors::Fault;
-use crate::shmem::heads::Head;
+use crate::shmem::budgets::Wanted;
+use crate::shmem::heads::{Glimpse, Head};
 use crate::shmem::{self, Instance, waiters};
 use crate::spi::{self, Rows, Session, Statement, arg};
-use crate::values::{Instant, RawInterval, RawJsonb};
+use crate::values::{Instant, RawInterval, RawJsonb, SECOND};
 use crate::{errors, guc, input};
 use pgrx::prelude::*;
 use std::collections::{BTreeMap, HashMap};
-use stint_core::budget::{Candidate, Usage, admit};
+use stint_core::budget::{Candidate, Limit, State, Usage, admit};
 
 /// Takes the first rows of a lane's priority, from its head on, that no other session holds. The inner scan locks, the outer deletes exactly those by their place in the heap.
 static TAKE: Statement = Statement::new(
@@ -124,10 +125,15 @@ static RUN: Statement = Statement::new(
     ],
 );
 
+/// How long what was seen at the front of a lane is trusted, in microseconds: a row that somebody changed by hand opens its lane so late at the most.
+const TRUSTED: i64 = 10 * SECOND;
+
 /// A row taken from ready.
 struct Taken {
     ticket: Ticket,
     seq: i64,
+    /// The instant its budgets were reserved at, if it draws on any.
+    began: Option<Instant>,
 }
 
 /// A claimed task, as the caller gets it.
@@ -172,6 +178,7 @@ fn taken(rows: &Rows) -> Vec<Taken> {
                 counted: rows.must(at, 7),
             },
             seq: rows.must(at, 4),
+            began: None,
         })
         .collect()
 }
@@ -208,18 +215,44 @@ fn take_any(session: &Session, name: &str, queue: &Queue, wish: &Wish) -> Vec<Ta
     }
 }
 
+/// Where each budget of the queue stands, at a glance.
+fn glance(queue: &Queue, now: Instant, freed: &[Usage]) -> Vec<State> {
+    let (shared, instance) = (shmem::required(), Instance::here());
+    let seen = queue.budgets.iter().map(|budget| shmem::budgets::glance(shared, instance, budget.number, &budget.entry, now.0));
+    seen.zip(freed).map(|(state, freed)| State { usage: state.usage.minus(*freed), ..state }).collect()
+}
+
+/// The lanes that may yield something: none of their budgets is shut, there are tasks in them, and the task last seen at their front is not known to have to
+/// wait still. Reads only what is published in shared memory, and no lock is taken, so that thousands of lanes without room cost microseconds.
+fn open_lanes<'a>(queue: &'a Queue, states: &[State], now: Instant) -> Vec<(&'a Lane, Glimpse)> {
+    let instance = Instance::here();
+    let shut: Vec<bool> = queue.budgets.iter().zip(states).map(|(budget, state)| budget.limit.shut(*state, now.0)).collect();
+    let open = |lane: &&Lane| !lane.draws.iter().any(|budget| shut[*budget]);
+    let worth = |lane: &'a Lane| {
+        let glimpse = shmem::heads::glimpse(instance, lane.lane, &lane.line);
+        let worth = match (glimpse, lane.front.get()) {
+            (Glimpse::Empty, _) => false,
+            (Glimpse::Moves(moves), Some(front)) if front.moves == moves && now.0.saturating_sub(front.seen.0) < TRUSTED => {
+                lane.draws.iter().all(|budget| queue.budgets[*budget].limit.admits(states[*budget], front.tokens, now.0))
+            }
+            _ => true,
+        };
+        worth.then_some((lane, glimpse))
+    };
+    queue.lanes.iter().filter(open).filter_map(worth).collect()
+}
+
 fn take_budgeted(session: &Session, name: &str, queue: &Queue, wish: &Wish) -> Vec<Taken> {
     live::ensure_loaded(session, Instance::here());
-    let mut open: Vec<&config::Lane> = queue.lanes.iter().collect();
-    let mut all = Vec::new();
+    let (mut all, mut passed) = (Vec::new(), Vec::new());
     // What stood first in a lane may be held by another session: the claim then turns to the other lanes, instead of going away empty past tasks that wait there.
-    while all.len() < wish.max && !open.is_empty() {
-        let (taken, short) = take_round(session, name, queue, &mut open, wish.max - all.len(), wish);
+    while all.len() < wish.max {
+        let (taken, short) = take_round(session, name, queue, &passed, wish.max - all.len(), wish);
         all.extend(taken);
         if short.is_empty() {
             break;
         }
-        open.retain(|lane| !short.contains(&lane.lane));
+        passed.extend(short);
     }
     sort(&mut all);
     if !all.is_empty() {
@@ -229,72 +262,86 @@ fn take_budgeted(session: &Session, name: &str, queue: &Queue, wish: &Wish) -> V
     all
 }
 
-/// Takes what now stands first in the open lanes and has room, and names the lanes that yielded less than they showed. Lanes without room are closed.
-fn take_round(session: &Session, name: &str, queue: &Queue, open: &mut Vec<&config::Lane>, max: usize, wish: &Wish) -> (Vec<Taken>, Vec<i32>) {
+/// Takes what now stands first in the lanes that are open and not yet passed, and names the lanes that yielded less than they showed.
+fn take_round(session: &Session, name: &str, queue: &Queue, passed: &[i32], max: usize, wish: &Wish) -> (Vec<Taken>, Vec<i32>) {
     let instance = Instance::here();
     let shared = shmem::required();
     let nothing = (Vec::new(), Vec::new());
     let numbers: Vec<i32> = queue.budgets.iter().map(|budget| budget.number).collect();
-    let limits: Vec<_> = queue.budgets.iter().map(|budget| budget.limit).collect();
-
-    // A lane none of whose budgets has room for another running task is not looked at at all.
-    let mut usage = shmem::budgets::usage(shared, instance, &numbers);
     let freed = if wish.hand_on { shmem::budgets::released_here(instance, &numbers) } else { vec![Usage::default(); numbers.len()] };
-    usage.iter_mut().zip(&freed).for_each(|(usage, freed)| *usage = usage.minus(*freed));
-    let one = Usage { running: 1, tokens: 0 };
-    open.retain(|lane| lane.draws.iter().all(|budget| limits[*budget].holds(usage[*budget].plus(one))));
-    if open.is_empty() {
-        return nothing;
-    }
-    let heads: Vec<(i32, Head)> =
-        open.iter().flat_map(|lane| lines::heads(session, name, lane.lane).into_iter().map(|head| (lane.lane, head))).collect();
+    let now = Instant::now();
+    let mut open = open_lanes(queue, &glance(queue, now, &freed), now);
+    open.retain(|(lane, _)| !passed.contains(&lane.lane));
+    let heads: Vec<(usize, Head)> =
+        open.iter().enumerate().flat_map(|(at, (lane, _))| lines::heads(session, name, lane.lane).into_iter().map(move |head| (at, head))).collect();
     if heads.is_empty() {
         return nothing;
     }
-    let (lanes, priorities): (Vec<i32>, Vec<i32>) = heads.iter().map(|(lane, head)| (*lane, head.priority)).unzip();
+    let lanes: Vec<i32> = heads.iter().map(|(at, _)| open[*at].0.lane).collect();
+    let priorities: Vec<i32> = heads.iter().map(|(_, head)| head.priority).collect();
     let starts: Vec<i64> = heads.iter().map(|(_, head)| head.at).collect();
-    let line = [arg(name), arg(lanes.clone()), arg(priorities), arg(starts), arg(max as i64)];
+    let line = [arg(name), arg(lanes), arg(priorities), arg(starts), arg(max as i64)];
     let agents = wish.agents.as_deref();
     let first = match agents {
         None => session.run(&FIRST, &line),
         Some(agents) => session.run(&FIRST_AGENTS, &[line.as_slice(), &[arg(agents.to_vec())]].concat()),
     };
-    let candidates: Vec<Candidate> = (0..first.len())
-        .filter_map(|at| {
-            let lane: i32 = first.must(at, 1);
-            Some(Candidate { lane: open.iter().position(|l| l.lane == lane)?, tokens: first.get(at, 2) })
-        })
-        .collect();
+    let by_number: HashMap<i32, usize> = open.iter().enumerate().map(|(at, (lane, _))| (lane.lane, at)).collect();
+    let candidates: Vec<Candidate> =
+        (0..first.len()).filter_map(|at| Some(Candidate { lane: *by_number.get(&first.must(at, 1))?, tokens: first.get(at, 2) })).collect();
+    let mut seen = vec![false; open.len()];
+    candidates.iter().for_each(|candidate| seen[candidate.lane] = true);
+    for (at, (lane, _)) in open.iter().enumerate().filter(|_| agents.is_none()) {
+        if !seen[at] && heads.iter().any(|(of, _)| *of == at) {
+            lines::exhausted(session, name, lane.lane);
+        }
+    }
     if candidates.is_empty() {
-        lanes.into_iter().for_each(|lane| lines::exhausted(session, name, lane));
         return nothing;
     }
-    let draws: Vec<Vec<usize>> = open.iter().map(|lane| lane.draws.clone()).collect();
     live::enter();
-    let admitted = shmem::budgets::reserve(shared, instance, &numbers, &freed, |usage| admit(usage, &limits, &draws, &candidates, max));
+
+    // Only the budgets that these lanes draw on are looked at under the lock, each under its place in `used`.
+    let mut used: Vec<usize> = open.iter().zip(&seen).filter(|(_, seen)| **seen).flat_map(|((lane, _), _)| &lane.draws).copied().collect();
+    used.sort_unstable();
+    used.dedup();
+    let place = |budget: &usize| used.binary_search(budget).unwrap_or_default();
+    let draws: Vec<Vec<usize>> =
+        open.iter().zip(&seen).map(|((lane, _), seen)| if *seen { lane.draws.iter().map(place).collect() } else { Vec::new() }).collect();
+    let wanted: Vec<Wanted> = used.iter().map(|budget| queue.budgets[*budget].wanted()).collect();
+    let limits: Vec<Limit> = used.iter().map(|budget| queue.budgets[*budget].limit).collect();
+    let freed: Vec<Usage> = used.iter().map(|budget| freed[*budget]).collect();
+    let (admitted, promised_at) =
+        shmem::budgets::reserve(shared, instance, &wanted, None, &freed, |states, now| admit(states, &limits, &draws, &candidates, max, now));
+    // Once enough are admitted the rest was not looked at.
+    let judged = if admitted.len() < max { candidates.len() } else { admitted.last().map_or(0, |last| last + 1) };
+    // Behind what stands first for some agents another agent's task may stand first in the lane; and what has room only by what this transaction frees is no news to others.
+    if agents.is_none() && !wish.hand_on {
+        remember_fronts(&open, &candidates[..judged], &admitted, now);
+    }
 
     // The rows a lane yields may be others than those seen at its head, since another session may hold these: what they cost is settled row by row.
+    let mut promised: Vec<Vec<Candidate>> = vec![Vec::new(); open.len()];
+    admitted.iter().for_each(|index| promised[candidates[*index].lane].push(candidates[*index]));
     let (mut all, mut short) = (Vec::with_capacity(admitted.len()), Vec::new());
-    for (at, lane) in open.iter().enumerate() {
-        let promised: Vec<Candidate> = admitted.iter().map(|index| candidates[*index]).filter(|candidate| candidate.lane == at).collect();
-        if promised.is_empty() {
-            continue;
-        }
-        let rows = take_lane(session, name, lane.lane, promised.len(), agents);
+    for (at, (lane, _)) in open.iter().enumerate().filter(|(at, _)| !promised[*at].is_empty()) {
+        let rows = take_lane(session, name, lane.lane, promised[at].len(), agents);
+        shmem::heads::stir(instance, lane.lane);
         let waiting: Vec<Candidate> = rows.iter().map(|row| Candidate { lane: 0, tokens: row.ticket.tokens }).collect();
-        let kept = shmem::budgets::reserve(shared, instance, &numbers, &freed, |usage| {
-            for candidate in &promised {
-                for budget in &lane.draws {
-                    usage[*budget] = usage[*budget].minus(limits[*budget].cost(candidate.tokens));
-                }
-            }
-            admit(usage, &limits, std::slice::from_ref(&lane.draws), &waiting, waiting.len()).len()
+        let wanted: Vec<Wanted> = draws[at].iter().map(|budget| wanted[*budget]).collect();
+        let limits: Vec<Limit> = draws[at].iter().map(|budget| limits[*budget]).collect();
+        let given: Vec<State> =
+            limits.iter().map(|limit| promised[at].iter().fold(State::default(), |sum, task| sum.plus(limit.cost(task.tokens)))).collect();
+        let freed: Vec<Usage> = draws[at].iter().map(|budget| freed[*budget]).collect();
+        let every: Vec<usize> = (0..limits.len()).collect();
+        let (kept, began) = shmem::budgets::reserve(shared, instance, &wanted, Some((promised_at.0, &given)), &freed, |states, now| {
+            admit(states, &limits, &[every], &waiting, waiting.len(), now).len()
         });
-        if kept < promised.len() {
+        if kept < promised[at].len() {
             short.push(lane.lane);
         }
         let mut rows = rows.into_iter();
-        all.extend(rows.by_ref().take(kept));
+        all.extend(rows.by_ref().take(kept).map(|row| Taken { began: Some(began), ..row }));
         for row in rows {
             store::back_to_ready(session, name, &row.ticket, row.seq);
         }
@@ -302,11 +349,26 @@ fn take_round(session: &Session, name: &str, queue: &Queue, open: &mut Vec<&conf
     (all, short)
 }
 
+/// Remembers, of each lane, the first task that found no room.
+fn remember_fronts(open: &[(&Lane, Glimpse)], candidates: &[Candidate], admitted: &[usize], now: Instant) {
+    let mut done = vec![false; open.len()];
+    let mut next = admitted.iter().peekable();
+    for (at, candidate) in candidates.iter().enumerate() {
+        if next.next_if(|index| **index == at).is_some() || std::mem::replace(&mut done[candidate.lane], true) {
+            continue;
+        }
+        let (lane, glimpse) = &open[candidate.lane];
+        if let Glimpse::Moves(moves) = *glimpse {
+            lane.front.set(Some(Front { moves, seen: now, tokens: candidate.tokens }));
+        }
+    }
+}
+
 /// What a running row keeps of the budgets it reserved: their numbers and the tokens of each.
 fn reservation(queue: &Queue, ticket: &Ticket) -> (Option<Vec<i32>>, Option<Vec<i64>>) {
     let Some(lane) = queue.lane(ticket.lane).filter(|lane| !lane.draws.is_empty()) else { return (None, None) };
     let draws = lane.draws.iter().map(|at| &queue.budgets[*at]);
-    (Some(draws.clone().map(|budget| budget.number).collect()), Some(draws.map(|budget| budget.limit.cost(ticket.tokens).tokens).collect()))
+    (Some(draws.clone().map(|budget| budget.number).collect()), Some(draws.map(|budget| budget.limit.cost(ticket.tokens).usage.tokens).collect()))
 }
 
 /// Starts an attempt of each taken task.
@@ -315,7 +377,8 @@ fn start(session: &Session, name: &str, queue: &Queue, taken: &[Taken], wish: &W
     let by_id: HashMap<[u8; 16], usize> = (0..facts.len()).map(|at| (*facts.must::<pgrx::Uuid>(at, 1).as_bytes(), at)).collect();
     taken
         .iter()
-        .filter_map(|Taken { ticket, seq }| {
+        .filter_map(|Taken { ticket, seq, began }| {
+            let now = began.unwrap_or(now);
             let at = *by_id.get(ticket.id.as_bytes())?;
             let lease = pgrx::Uuid::from_bytes(stint_core::ids::lease());
             let attempt = ticket.attempt.saturating_add(1);

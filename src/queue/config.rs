@@ -2,15 +2,15 @@
 //! generation; never kept by a transaction that changed it or that reads with an old snapshot.
 
 use crate::errors::{self, Fault};
-use crate::shmem::{self, Instance, config};
+use crate::shmem::{self, Instance, budgets, config, heads};
 use crate::spi::{Session, Statement, arg};
 use crate::values::Instant;
 use pgrx::prelude::*;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::rc::Rc;
 use stint_core::backoff::Backoff;
-use stint_core::budget::Limit;
+use stint_core::budget::{Limit, Weights};
 
 static QUEUE: Statement = Statement::new(
     c"select q.number,
@@ -35,7 +35,9 @@ static QUEUE: Statement = Statement::new(
 static LANES: Statement = Statement::new(c"select l.lane, l.budgets from stint.lanes l where l.queue = $1 order by l.lane", &[pg_sys::TEXTOID]);
 
 static BUDGETS: Statement = Statement::new(
-    c"select b.number, b.budget::text, b.max_running::bigint, b.max_tokens, b.default_tokens
+    c"select b.number, b.budget::text, b.max_running::bigint, b.max_tokens, b.default_tokens,
+             coalesce((extract(epoch from b.per) * 1000000)::bigint, 0), b.max_requests, b.max_window_tokens,
+             (trunc(b.max_cost * 1000000))::bigint, b.input_weight, b.cached_weight, b.output_weight, b.throttled_until
       from stint.budget_config b
       where b.number = any ($1)
       order by b.number",
@@ -53,6 +55,15 @@ pub struct Budget {
     pub name: String,
     /// Its limits.
     pub limit: Limit,
+    /// Its entry in shared memory.
+    pub entry: budgets::Handle,
+}
+
+impl Budget {
+    /// What to name it by when reserving.
+    pub fn wanted(&self) -> budgets::Wanted {
+        budgets::Wanted { budget: self.number, per: self.limit.per }
+    }
 }
 
 /// A line tasks wait in.
@@ -63,6 +74,21 @@ pub struct Lane {
     pub own: Vec<i32>,
     /// All budgets it draws on, the queue's included, as indices into [`Queue::budgets`].
     pub draws: Vec<usize>,
+    /// Its line's entry in shared memory.
+    pub line: heads::Handle,
+    /// The task last seen at its front for which there was no room.
+    pub front: Cell<Option<Front>>,
+}
+
+/// A task at the front of a lane that has to wait for room.
+#[derive(Clone, Copy)]
+pub struct Front {
+    /// The line's count of moves when it was seen.
+    pub moves: u64,
+    /// When that was.
+    pub seen: Instant,
+    /// The tokens it predicts.
+    pub tokens: Option<i64>,
 }
 
 /// A queue.
@@ -169,8 +195,12 @@ fn read(session: &Session, name: &str, generation: u64) -> Option<Queue> {
     let lanes = lane_budgets
         .into_iter()
         .map(|(lane, own)| {
-            let draws = (0..budgets.len()).filter(|at| own.contains(&budgets[*at].number) || own_budgets.contains(&budgets[*at].number)).collect();
-            Lane { lane, own, draws }
+            // Budgets stand by number; those of a thousand lanes are found by it.
+            let places = own.iter().chain(&own_budgets).filter_map(|number| budgets.binary_search_by_key(number, |budget| budget.number).ok());
+            let mut draws: Vec<usize> = places.collect();
+            draws.sort_unstable();
+            draws.dedup();
+            Lane { lane, own, draws, line: heads::Handle::default(), front: Cell::new(None) }
         })
         .collect();
     Some(Queue {
@@ -220,7 +250,18 @@ pub fn read_budgets(session: &Session, numbers: Vec<i32>) -> Vec<Budget> {
         .map(|at| Budget {
             number: rows.must(at, 1),
             name: rows.must(at, 2),
-            limit: Limit { max_running: rows.get(at, 3), max_tokens: rows.get(at, 4), default_tokens: rows.get(at, 5) },
+            limit: Limit {
+                max_running: rows.get(at, 3),
+                max_tokens: rows.get(at, 4),
+                default_tokens: rows.get(at, 5),
+                per: rows.must(at, 6),
+                max_requests: rows.get(at, 7),
+                max_window_tokens: rows.get(at, 8),
+                max_cost: rows.get(at, 9),
+                weights: Weights { input: rows.must(at, 10), cached: rows.must(at, 11), output: rows.must(at, 12) },
+                throttled_until: rows.get::<Instant>(at, 13).map_or(i64::MIN, |until| until.0),
+            },
+            entry: budgets::Handle::default(),
         })
         .collect()
 }
@@ -250,17 +291,19 @@ pub fn budget_numbers(session: &Session, names: &[String]) -> Vec<i32> {
     for at in 0..rows.len() {
         match rows.get::<i32>(at, 2) {
             Some(number) => numbers.push(number),
-            None => {
-                let missing: String = rows.must(at, 1);
-                let all = session.run(&BUDGET_NAMES, &[]);
-                let all: Vec<String> = (0..all.len()).filter_map(|row| all.get(row, 1)).collect();
-                let near = stint_core::names::nearest(&missing, all.iter().map(String::as_str));
-                errors::unknown("budget", &missing, near, "The view stint.budgets lists them; stint.create_budget makes one.")
-            }
+            None => unknown_budget(session, &rows.must::<String>(at, 1)),
         }
     }
     numbers.sort_unstable();
     numbers
+}
+
+/// The error for a budget that does not exist, naming the nearest there is.
+pub fn unknown_budget(session: &Session, name: &str) -> ! {
+    let rows = session.run(&BUDGET_NAMES, &[]);
+    let names: Vec<String> = (0..rows.len()).filter_map(|row| rows.get(row, 1)).collect();
+    let near = stint_core::names::nearest(name, names.iter().map(String::as_str));
+    errors::unknown("budget", name, near, "The view stint.budgets lists them; stint.create_budget makes one.")
 }
 
 static ADD_LANE: Statement = Statement::new(

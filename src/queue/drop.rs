@@ -5,11 +5,12 @@
 //! several. Whoever read the queue before and writes after finds the configuration's generation moved (`config::still_stands`).
 
 use super::config;
-use crate::budget::live;
+use crate::budget::live::{self, Held, Used};
 use crate::errors::Fault;
 use crate::input;
 use crate::shmem::{self, Instance, config as generation, heads};
 use crate::spi::{self, Session, Statement, arg};
+use crate::values::Instant;
 use pgrx::prelude::*;
 
 /// Two drops do not wait for each other's table locks, but for this.
@@ -53,7 +54,7 @@ static FINISHED: [Statement; 6] = [
 ];
 
 static RUNNING: Statement =
-    Statement::new(c"delete from stint.place_running r where r.queue = $1 returning r.budgets, r.reserved", &[pg_sys::TEXTOID]);
+    Statement::new(c"delete from stint.place_running r where r.queue = $1 returning r.budgets, r.reserved, r.started_at", &[pg_sys::TEXTOID]);
 
 /// Everything else, once nobody else writes.
 static REST: [Statement; 14] = [
@@ -126,7 +127,7 @@ fn drop_queue(queue: Option<&str>, force: Option<bool>) {
     let _owner = spi::Identity::owner();
     spi::connect(|session| {
         session.execute_once(ONE_DROP);
-        let queue = config::find(session, name);
+        config::find(session, name);
         if force {
             for delete in &FINISHED {
                 session.run(delete, &[arg(name)]);
@@ -139,8 +140,12 @@ fn drop_queue(queue: Option<&str>, force: Option<bool>) {
             refuse_full(session, name);
         }
         let running = session.run(&RUNNING, &[arg(name)]);
+        let now = Instant::now();
         for at in 0..running.len() {
-            live::release(queue.number, running.get(at, 1), running.get(at, 2));
+            // Nobody reports what these used: their reservation stays charged.
+            if let Some(held) = Held::new(running.get(at, 1), running.get(at, 2)) {
+                live::settle(session, name, &held, running.must(at, 3), now, false, Used::default());
+            }
         }
         for delete in &REST {
             session.run(delete, &[arg(name)]);

@@ -118,19 +118,20 @@ pub fn check_capacity(session: &Session, queue: &Queue, request: &Request) {
     numbers.dedup();
     for budget in config::read_or_known(session, queue, numbers) {
         let limit = budget.limit;
-        let Some(max) = limit.max_tokens else { continue };
+        let Some(max) = limit.capacity() else { continue };
+        let (what, setting) = if limit.max_tokens == Some(max) { ("in flight", "max_tokens") } else { ("in its window", "max_window_tokens") };
         match request.tokens.filter(|tokens| *tokens > 0).or(limit.default_tokens) {
             None => Fault::new(
                 PgSqlErrorCode::ERRCODE_INVALID_PARAMETER_VALUE,
-                format!("the task predicts no tokens, but budget \"{}\" limits tokens in flight", budget.name),
+                format!("the task predicts no tokens, but budget \"{}\" limits tokens {what}", budget.name),
             )
-            .hint("Pass tokens => …, or give the budget a default: stint.create_budget(…, default_tokens => …).")
+            .hint("Pass tokens => …, or give the budget a default: stint.alter_budget(…, default_tokens => …).")
             .raise(),
             Some(tokens) if tokens > max => Fault::new(
                 PgSqlErrorCode::ERRCODE_PROGRAM_LIMIT_EXCEEDED,
-                format!("the task predicts {tokens} tokens, but budget \"{}\" allows {max} in flight at all", budget.name),
+                format!("the task predicts {tokens} tokens, but budget \"{}\" allows {max} {what} at all", budget.name),
             )
-            .hint("Split the task, or use a budget with a higher max_tokens: as it is, the task could never run.")
+            .hint(format!("Split the task, or use a budget with a higher {setting}: as it is, the task could never run."))
             .raise(),
             Some(_) => {}
         }

@@ -98,7 +98,7 @@ fn await_event(
             checkpoint::save(session, name, id, event, payload, live.must(0, 1), now);
             return ("emitted", payload);
         }
-        let Some(ran) = finish::end(session, name, &queue, id, lease) else { return ("lost", None) };
+        let Some(ran) = finish::end(session, name, id, lease) else { return ("lost", None) };
         let usage = Usage::default().or_known(ran.run_id.as_deref(), ran.trace_id.as_deref());
         store::announce(&queue, 0);
         if ran.cancel_requested {

@@ -1,13 +1,15 @@
 //! `stint.explain`: says in words where a task is and why it is not running.
 
-use super::config;
+use super::config::{self, Budget};
 use super::late;
+use crate::budget::live;
 use crate::input;
-use crate::shmem::{self, Instance};
+use crate::shmem;
 use crate::spi::{self, Rows, Session, Statement, arg};
 use crate::values::{Instant, SECOND};
 use pgrx::prelude::*;
-use stint_core::budget::{Limit, Usage};
+use stint_core::budget::{State, Usage};
+use stint_core::window::{MICRO, Window};
 
 static LOOK: Statement = Statement::new(
     c"select w.lane, w.priority, w.seq, f.tokens,
@@ -48,27 +50,57 @@ fn seconds(micros: i64) -> String {
     format!("{:.1} s", micros as f64 / SECOND as f64)
 }
 
+/// An amount of money in millionths as people write it.
+fn money(micros: i64) -> String {
+    let text = format!("{}.{:06}", micros / MICRO, micros % MICRO);
+    text.trim_end_matches('0').trim_end_matches('.').to_string()
+}
+
 /// Why a budget keeps a task waiting; `None` where it has room.
-fn shortage(name: &str, limit: Limit, usage: Usage, tokens: Option<i64>) -> Option<String> {
-    let cost = limit.cost(tokens);
-    if !limit.could_ever_run(tokens) {
-        return Some(match (limit.max_running, limit.max_tokens) {
-            (Some(..1), _) => format!("budget \"{name}\" is closed: it allows no running task"),
-            (_, max) => {
-                format!("held: the task needs {} tokens, but budget \"{name}\" allows {} at all", cost.tokens, max.unwrap_or(0))
-            }
-        });
-    }
-    if limit.holds(usage.plus(cost)) {
+fn shortage(budget: &Budget, usage: Usage, window: &Window, tokens: Option<i64>, now: Instant) -> Option<String> {
+    let (name, limit) = (&budget.name, budget.limit);
+    let state = State { usage, spent: window.total() };
+    if limit.admits(state, tokens, now.0) {
         return None;
     }
-    let running = limit.max_running.filter(|max| usage.running >= *max).map(|max| format!("{} of {max} tasks running", usage.running));
-    let in_flight = limit
-        .max_tokens
-        .filter(|max| usage.tokens.saturating_add(cost.tokens) > *max)
-        .map(|max| format!("{} of {max} tokens in flight, the task needs {}", usage.tokens, cost.tokens));
-    let parts: Vec<String> = running.into_iter().chain(in_flight).collect();
-    Some(format!("budget \"{name}\" has no room: {}", parts.join("; ")))
+    let cost = limit.cost(tokens);
+    if !limit.could_ever_run(tokens) {
+        let closed = [limit.max_running, limit.max_requests, limit.max_cost].into_iter().flatten().any(|max| max < 1);
+        return Some(match limit.capacity() {
+            Some(all) if !closed => format!("held: the task needs {} tokens, but budget \"{name}\" allows {all} at all", cost.usage.tokens),
+            _ => format!("budget \"{name}\" is closed: it allows no running task"),
+        });
+    }
+    let mut parts: Vec<String> = Vec::new();
+    parts.extend(limit.max_running.filter(|max| usage.running >= *max).map(|max| format!("{} of {max} tasks running", usage.running)));
+    parts.extend(
+        limit
+            .max_tokens
+            .filter(|max| usage.tokens.saturating_add(cost.usage.tokens) > *max)
+            .map(|max| format!("{} of {max} tokens in flight, the task needs {}", usage.tokens, cost.usage.tokens)),
+    );
+    let spent = state.spent;
+    let mut within: Vec<String> = Vec::new();
+    within.extend(limit.max_requests.filter(|max| spent.requests >= *max).map(|max| format!("{} of {max} requests", spent.requests)));
+    within.extend(
+        limit
+            .max_window_tokens
+            .filter(|max| spent.tokens.saturating_add(cost.spent.tokens) > *max)
+            .map(|max| format!("{} of {max} tokens, the task needs {}", spent.tokens, cost.spent.tokens)),
+    );
+    within.extend(limit.max_cost.filter(|max| spent.cost >= *max).map(|max| format!("{} of {} spent", money(spent.cost), money(max))));
+    if !within.is_empty() {
+        let when = window.when(|spent| limit.window_admits(spent, tokens)).map_or(String::new(), |at| {
+            format!(", room again at {} (in {}) if nothing more is spent", Instant(at).text(), seconds(at.saturating_sub(now.0).max(0)))
+        });
+        parts.push(format!("{} within the last {}{when}", within.join(", "), seconds(limit.per)));
+    }
+    let full = (!parts.is_empty()).then(|| format!("budget \"{name}\" has no room: {}", parts.join("; ")));
+    let until = Instant(limit.throttled_until);
+    let throttled =
+        (until.0 > now.0).then(|| format!("budget \"{name}\" is throttled until {} (for {})", until.text(), seconds(until.0.saturating_sub(now.0))));
+    let all: Vec<String> = throttled.into_iter().chain(full).collect();
+    Some(all.join("; "))
 }
 
 fn why_ready(session: &Session, name: &str, row: &Rows) -> String {
@@ -80,14 +112,11 @@ fn why_ready(session: &Session, name: &str, row: &Rows) -> String {
         reasons.push("the queue is paused".to_string());
     }
     if let Some(lane) = queue.lane(lane) {
-        let numbers: Vec<i32> = lane.draws.iter().map(|at| queue.budgets[*at].number).collect();
-        let usage = match shmem::get() {
-            Some(shared) => shmem::budgets::usage(shared, Instance::here(), &numbers),
-            None => vec![Usage::default(); numbers.len()],
-        };
-        for (at, used) in lane.draws.iter().zip(usage) {
-            let budget = &queue.budgets[*at];
-            reasons.extend(shortage(&budget.name, budget.limit, used, row.get(0, 4)));
+        let now = Instant::now();
+        let draws: Vec<&Budget> = lane.draws.iter().map(|at| &queue.budgets[*at]).collect();
+        let numbers: Vec<(i32, i64)> = draws.iter().map(|budget| (budget.number, budget.limit.per)).collect();
+        for (budget, (usage, window)) in draws.iter().zip(live::stand(session, &numbers, now)) {
+            reasons.extend(shortage(budget, usage, &window, row.get(0, 4), now));
         }
     }
     match ahead {

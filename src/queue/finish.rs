@@ -6,7 +6,7 @@ use super::flow::leave::{self, End};
 use super::late::{self, Answer, Late};
 use super::store::{self, Attempt, Outcome, Ticket};
 use super::usage::Usage;
-use crate::budget::live;
+use crate::budget::live::Held;
 use crate::spi::{self, Session, Statement, arg};
 use crate::values::{Instant, RawInterval, RawJsonb, RawNumeric};
 use crate::{input, shmem};
@@ -40,6 +40,8 @@ pub struct Ran {
     pub cancel_requested: bool,
     /// Why.
     pub reason: Option<String>,
+    /// What it reserved.
+    pub held: Option<Held>,
     /// Run id, if a heartbeat gave one.
     pub run_id: Option<String>,
     /// Trace id, likewise.
@@ -48,13 +50,12 @@ pub struct Ran {
     pub heartbeat_gap: Option<RawInterval>,
 }
 
-/// Deletes the running row under this lease and has its budgets released at commit. `None` where the lease is not the live one.
-pub fn end(session: &Session, name: &str, queue: &config::Queue, id: pgrx::Uuid, lease: pgrx::Uuid) -> Option<Ran> {
+/// Deletes the running row under this lease; whoever does so writes the attempt's row, which settles its budgets. `None` where the lease is not the live one.
+pub fn end(session: &Session, name: &str, id: pgrx::Uuid, lease: pgrx::Uuid) -> Option<Ran> {
     let row = session.run(&END, &[arg(name), arg(id), arg(lease)]);
     if row.is_empty() {
         return None;
     }
-    live::release(queue.number, row.get(0, 11), row.get(0, 12));
     Some(Ran {
         ticket: Ticket {
             id,
@@ -69,6 +70,7 @@ pub fn end(session: &Session, name: &str, queue: &config::Queue, id: pgrx::Uuid,
         worker: row.must(0, 8),
         cancel_requested: row.must(0, 9),
         reason: row.get(0, 10),
+        held: Held::new(row.get(0, 11), row.get(0, 12)),
         run_id: row.get(0, 13),
         trace_id: row.get(0, 14),
         heartbeat_gap: row.get(0, 15),
@@ -85,6 +87,7 @@ impl Ran {
             started_at: self.started_at,
             worker: &self.worker,
             heartbeat_gap: self.heartbeat_gap,
+            held: self.held.as_ref(),
         }
     }
 }
@@ -127,7 +130,7 @@ pub fn complete_in_batch(
 ) -> Answer {
     let Completion { id, lease, result, ref usage } = *completion;
     late::decide(|| {
-        if let Some(ran) = end(session, name, queue, id, lease) {
+        if let Some(ran) = end(session, name, id, lease) {
             let usage = usage.or_known(ran.run_id.as_deref(), ran.trace_id.as_deref());
             store::attempt(session, name, &ran.attempt(lease), "completed", now, None, &usage);
             let outcome = Outcome { outcome: "completed", attempt: ran.ticket.attempt, lease: Some(lease), error: None, result };
@@ -215,7 +218,7 @@ fn fail(
     let answer = spi::connect(|session| {
         let queue = config::find(session, name);
         late::decide(|| {
-            let Some(ran) = end(session, name, &queue, id, lease) else {
+            let Some(ran) = end(session, name, id, lease) else {
                 return late::call(
                     session,
                     &Late { name, queue: &queue, id, lease, now, call: Call::Fail, result: None, patient: true, usage: &usage },

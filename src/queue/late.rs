@@ -5,6 +5,7 @@ use super::flow::leave::{self, End};
 use super::store::{self, Outcome};
 use super::usage::Usage;
 use crate::errors::Fault;
+use crate::shmem::{self, heads};
 use crate::spi::{Session, Statement, arg};
 use crate::values::{Instant, RawJsonb};
 use pgrx::prelude::*;
@@ -32,7 +33,7 @@ static LOOK: Statement = Statement::new(
 );
 
 static LEAVE_READY: Statement = Statement::new(
-    c"delete from stint.place_ready w where w.queue = $1 and w.id = $2 and w.attempt = $3",
+    c"delete from stint.place_ready w where w.queue = $1 and w.id = $2 and w.attempt = $3 returning w.lane",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID],
 );
 
@@ -136,9 +137,13 @@ pub fn call(session: &Session, late: &Late, ends: &mut Vec<End<'static>>) -> Opt
         let outcome = Outcome { outcome: "completed", attempt: number, lease: Some(late.lease), error: None, result: late.result };
         if status == "blocked" {
             leave::leave_blocked(session, late.name, late.queue, late.id, &outcome, late.now, late.patient)?;
-        } else if session.run(&LEAVE_READY, &key).is_empty() && session.run(&LEAVE_SCHEDULED, &key).is_empty() {
-            return None;
         } else {
+            let left = session.run(&LEAVE_READY, &key);
+            if !left.is_empty() {
+                heads::stir(shmem::Instance::here(), left.must(0, 1));
+            } else if session.run(&LEAVE_SCHEDULED, &key).is_empty() {
+                return None;
+            }
             store::outcome_of_batch(session, late.name, late.id, late.now, &outcome, ends);
         }
         store::announce(late.queue, 0);

@@ -3,22 +3,23 @@
 use super::config::{self, Queue};
 use super::flow::leave;
 use super::store::{self, Outcome};
+use crate::shmem::{self, Instance, heads};
 use crate::spi::{self, Rows, Session, Statement, arg};
 use crate::values::Instant;
-use crate::{guc, input, shmem};
+use crate::{guc, input};
 use pgrx::prelude::*;
 
 static FROM_READY: Statement = Statement::new(
     c"delete from stint.place_ready w
       where w.ctid = any (array(select d.ctid from stint.place_ready d where d.queue = $1 order by d.id limit $2 for update skip locked))
-      returning w.id, w.attempt",
+      returning w.id, w.attempt, w.lane",
     &[pg_sys::TEXTOID, pg_sys::INT8OID],
 );
 
 static FROM_SCHEDULED: Statement = Statement::new(
     c"delete from stint.place_scheduled s
       where s.ctid = any (array(select d.ctid from stint.place_scheduled d where d.queue = $1 order by d.id limit $2 for update skip locked))
-      returning s.id, s.attempt",
+      returning s.id, s.attempt, null::int",
     &[pg_sys::TEXTOID, pg_sys::INT8OID],
 );
 
@@ -35,6 +36,9 @@ fn cancel_all(session: &Session, name: &str, rows: &Rows, reason: &str, now: Ins
     for at in 0..rows.len() {
         let outcome = Outcome { outcome: "cancelled", attempt: rows.must(at, 2), lease: None, error: Some(reason), result: None };
         store::outcome_of_many(session, name, rows.must(at, 1), now, &outcome);
+        if let Some(lane) = rows.get(at, 3) {
+            heads::stir(Instance::here(), lane);
+        }
     }
     leave::settle(session, rows.len());
 }

@@ -26,7 +26,7 @@ fn release(
     let answer = spi::connect(|session| {
         let queue = config::find(session, name);
         late::decide(|| {
-            let Some(ran) = finish::end(session, name, &queue, id, lease) else {
+            let Some(ran) = finish::end(session, name, id, lease) else {
                 let usage = &Usage::default();
                 let late = Late { name, queue: &queue, id, lease, now, call: Call::Release, result: None, patient: true, usage };
                 return late::call(session, &late, &mut Vec::new());

@@ -3,6 +3,7 @@
 use super::config::{self, Queue};
 use super::flow::leave::{self, End};
 use super::usage::Usage;
+use crate::budget::live::{self, Held};
 use crate::shmem::{Instance, bells, heads, waiters};
 use crate::spi::{Session, Statement, arg};
 use crate::values::{Instant, RawInterval, RawJsonb};
@@ -38,8 +39,8 @@ static TO_BLOCKED: Statement = Statement::new(
 static ATTEMPT: Statement = Statement::new(
     c"insert into stint.task_attempts
              (queue, id, attempt, lease, started_at, ended_at, ended, worker, heartbeat_gap, error,
-              run_id, trace_id, model, input_tokens, cached_tokens, output_tokens, model_cost, compute_cost, confidence, meta)
-      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20)",
+              run_id, trace_id, model, input_tokens, cached_tokens, output_tokens, model_cost, compute_cost, confidence, meta, budgets, reserved, charged)
+      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21, $22, $23)",
     &[
         pg_sys::TEXTOID,
         pg_sys::UUIDOID,
@@ -61,6 +62,9 @@ static ATTEMPT: Statement = Statement::new(
         pg_sys::NUMERICOID,
         pg_sys::FLOAT4OID,
         pg_sys::JSONBOID,
+        pg_sys::INT4ARRAYOID,
+        pg_sys::INT8ARRAYOID,
+        pg_sys::INT8ARRAYOID,
     ],
 );
 
@@ -148,11 +152,17 @@ pub struct Attempt<'a> {
     pub worker: &'a str,
     /// The longest time between two of its heartbeats, if there were any.
     pub heartbeat_gap: Option<RawInterval>,
+    /// What it reserved of budgets.
+    pub held: Option<&'a Held>,
 }
 
-/// Writes the row of an ended attempt.
+/// Writes the row of an ended attempt and has its budgets released and settled at commit: this is the one place where that happens. One that ended `released`
+/// or `snoozed` is as if it had never begun, so its row names no budget.
 pub fn attempt(session: &Session, name: &str, attempt: &Attempt, ended: &str, at: Instant, error: Option<&str>, usage: &Usage) {
     let [run_id, trace_id, model, input, cached, output, model_cost, compute_cost, confidence, meta] = usage.params();
+    let released = matches!(ended, "released" | "snoozed");
+    let charged = attempt.held.map(|held| live::settle(session, name, held, attempt.started_at, at, released, usage.used()));
+    let kept = attempt.held.filter(|_| !released);
     session.run(
         &ATTEMPT,
         &[
@@ -176,6 +186,9 @@ pub fn attempt(session: &Session, name: &str, attempt: &Attempt, ended: &str, at
             compute_cost,
             confidence,
             meta,
+            arg(kept.map(|held| held.budgets.clone())),
+            arg(kept.map(|held| held.reserved.clone())),
+            arg(charged.filter(|_| !released)),
         ],
     );
 }

@@ -9,7 +9,7 @@ use super::flow::leave;
 use super::store::{self, Attempt, Outcome, Ticket};
 use super::usage::Usage;
 use super::{config, finish, lines};
-use crate::budget::live;
+use crate::budget::live::Held;
 use crate::savepoint;
 use crate::shmem::{self, heads};
 use crate::spi::{self, Rows, Session, Statement, arg};
@@ -98,6 +98,7 @@ fn take_back(session: &Session, rows: &Rows, at: usize, now: Instant, swept: &mu
     };
     let worker: String = rows.must(at, 11);
     let (run_id, trace_id): (Option<String>, Option<String>) = (rows.get(at, 16), rows.get(at, 17));
+    let held = Held::new(rows.get(at, 14), rows.get(at, 15));
     let attempt = Attempt {
         id: ticket.id,
         attempt: ticket.attempt,
@@ -105,13 +106,13 @@ fn take_back(session: &Session, rows: &Rows, at: usize, now: Instant, swept: &mu
         started_at: rows.must(at, 10),
         worker: &worker,
         heartbeat_gap: rows.get(at, 18),
+        held: held.as_ref(),
     };
     let why = if rows.get::<Instant>(at, 19).is_some_and(|deadline| deadline <= now) { OVERRUN } else { LAPSE };
     let usage = Usage::default().or_known(run_id.as_deref(), trace_id.as_deref());
     store::attempt(session, &name, &attempt, "lapsed", now, Some(why), &usage);
     // A queue whose settings are gone (deleted by hand) still gets its tasks back.
     let queue = config::lookup(session, &name);
-    live::release(queue.as_ref().map_or(0, |queue| queue.number), rows.get(at, 14), rows.get(at, 15));
     let max_attempts = queue.map_or(i32::MAX, |queue| finish::max_attempts(session, &name, &queue, ticket.id));
     let reason: Option<String> = rows.get(at, 13);
     let again = swept.ready.entry(name.clone()).or_default();

@@ -1,6 +1,7 @@
 //! What an attempt used, as its callback reports it: checked, carried untouched into the attempt's row, or, when the attempt has ended already, kept once
 //! beside it.
 
+use crate::budget::live::{self, Used};
 use crate::input;
 use crate::spi::{Param, Session, Statement, arg};
 use crate::values::{Instant, RawJsonb, RawNumeric};
@@ -80,6 +81,16 @@ impl<'a> Usage<'a> {
     /// The same, with the run and trace ids that a heartbeat gave before, where this call gives none.
     pub fn or_known(self, run_id: Option<&'a str>, trace_id: Option<&'a str>) -> Self {
         Usage { run_id: self.run_id.or(run_id), trace_id: self.trace_id.or(trace_id), ..self }
+    }
+
+    /// What budgets are settled with.
+    pub fn used(&self) -> Used {
+        Used {
+            input: self.input_tokens,
+            cached: self.cached_tokens,
+            output: self.output_tokens,
+            cost: live::micros(self.model_cost).saturating_add(live::micros(self.compute_cost)),
+        }
     }
 
     /// The ten values as statement arguments, in the tables' column order.

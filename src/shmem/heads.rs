@@ -15,8 +15,9 @@ use super::{Instance, Lock};
 use crate::guc;
 use crate::xact::Pending;
 use pgrx::prelude::*;
+use std::cell::Cell;
 use std::os::raw::c_void;
-use std::ptr::null_mut;
+use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 
 unsafe extern "C" {
@@ -54,12 +55,23 @@ pub struct Head {
 struct Entry {
     key: Key,
     generation: u64,
+    /// Rows that came or went, as far as anybody told: what was seen at the front of the line holds while this stays.
+    moves: u64,
+    /// `moves`, and in the lowest bit whether nothing is left: for whoever looks without the lock.
+    shown: AtomicU64,
     /// Whether every priority that has rows is listed.
     complete: bool,
     /// Rows taken since the heads rose.
     taken: usize,
     count: usize,
     heads: [Head; PRIORITIES],
+}
+
+impl Entry {
+    fn show(&self) {
+        let empty = self.complete && self.heads[..self.count].iter().all(|head| head.at == NOTHING);
+        self.shown.store(self.moves << 1 | u64::from(empty), Ordering::Release);
+    }
 }
 
 /// In shared memory, beside the table.
@@ -141,11 +153,58 @@ fn with_entry<R>(shared: &super::Shared, instance: Instance, lane: i32, make: bo
             return None;
         }
         shared.heads.entries.fetch_add(1, Ordering::Relaxed);
+        let heads = [Head { priority: 0, at: 0 }; PRIORITIES];
         // SAFETY: a new entry, whose body dynahash leaves as it was.
-        unsafe { at.write(Entry { key, generation: 1, complete: false, taken: 0, count: 0, heads: [Head { priority: 0, at: 0 }; PRIORITIES] }) };
+        unsafe { at.write(Entry { key, generation: 1, moves: 0, shown: AtomicU64::new(0), complete: false, taken: 0, count: 0, heads }) };
     }
     // SAFETY: an entry of the table, which never moves; the lock makes it ours.
-    Some(work(unsafe { &mut *at }))
+    let entry = unsafe { &mut *at };
+    let answer = work(entry);
+    entry.show();
+    Some(answer)
+}
+
+/// Where a backend remembers a line's entry, for [`glimpse`].
+pub struct Handle(Cell<*const Entry>);
+
+impl Default for Handle {
+    fn default() -> Self {
+        Handle(Cell::new(null()))
+    }
+}
+
+/// What somebody passing by sees of a line.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Glimpse {
+    /// It has to be looked at.
+    Unknown,
+    /// Nothing is there.
+    Empty,
+    /// Something may be; what was found at its front holds while this number stays.
+    Moves(u64),
+}
+
+/// Looks at a line without a lock, this transaction's own rows considered.
+pub fn glimpse(instance: Instance, lane: i32, handle: &Handle) -> Glimpse {
+    let own = PENDING.with(|p| p.any(|own| own.lane == lane && own.instance == instance));
+    if own || RESCANS.with(|p| p.any(|asked| asked.instance == instance)) {
+        return Glimpse::Unknown;
+    }
+    let key = Key { instance, lane };
+    // SAFETY: entries lie in shared memory for good. One that was removed and used again has another key, and is looked up anew.
+    let known = unsafe { handle.0.get().as_ref().filter(|entry| (&raw const entry.key).read_volatile() == key) };
+    let found = known.or_else(|| {
+        let table = TABLE.load(Ordering::Acquire);
+        let _held = super::lock(Lock::Heads);
+        let mut found = false;
+        // SAFETY: the table is attached and the lock held; the key is of the declared size.
+        let at = unsafe { pg_sys::hash_search(table, (&raw const key).cast::<c_void>(), pg_sys::HASHACTION::HASH_FIND, &mut found) }.cast::<Entry>();
+        handle.0.set(at);
+        // SAFETY: an entry of the table, or null.
+        unsafe { at.as_ref() }
+    });
+    let Some(shown) = found.map(|entry| entry.shown.load(Ordering::Acquire)) else { return Glimpse::Unknown };
+    if shown & 1 == 1 { Glimpse::Empty } else { Glimpse::Moves(shown >> 1) }
 }
 
 /// A line as a claim finds it.
@@ -173,7 +232,7 @@ pub fn look(shared: &super::Shared, instance: Instance, lane: i32) -> Line {
     let (generation, complete, taken) = seen.unwrap_or((0, false, 0));
     PENDING.with(|p| {
         p.each(|own| {
-            if own.instance == instance && own.lane == lane {
+            if own.instance == instance && own.lane == lane && own.head.at != NOTHING {
                 match heads.iter_mut().find(|head| head.priority == own.head.priority) {
                     Some(head) => head.at = head.at.min(own.head.at),
                     None => heads.push(own.head),
@@ -257,8 +316,11 @@ pub fn lower(instance: Instance, lane: i32, priority: i32, at: i64) {
 pub fn commit(lower: &Lower) {
     let Some(shared) = super::get() else { return };
     with_entry(shared, lower.instance, lower.lane, true, |entry| {
-        entry.generation += 1;
-        put(entry, lower.head, i64::min);
+        entry.moves += 1;
+        if lower.head.at != NOTHING {
+            entry.generation += 1;
+            put(entry, lower.head, i64::min);
+        }
     });
 }
 
@@ -279,6 +341,13 @@ pub fn remove((instance, lane): &(Instance, i32)) {
         pg_sys::hash_search(table, (&raw const key).cast::<c_void>(), pg_sys::HASHACTION::HASH_REMOVE, &mut found);
     }
     shared.heads.entries.fetch_sub(u64::from(found), Ordering::Relaxed);
+}
+
+/// Notes that this transaction took a row out of a lane, by whatever way; what was seen at its front is to be looked at again when it commits. No head moves.
+pub fn stir(instance: Instance, lane: i32) {
+    if !PENDING.with(|p| p.any_here(|known| known.instance == instance && known.lane == lane)) {
+        PENDING.with(|p| p.push(Lower { instance, lane, head: Head { priority: 0, at: NOTHING } }));
+    }
 }
 
 /// Has this transaction look from the beginning, and everybody once it commits.
@@ -335,8 +404,10 @@ pub fn forget(shared: &super::Shared, instance: Instance) {
             let entry = &mut *at;
             if entry.key.instance == instance {
                 entry.generation += 1;
+                entry.moves += 1;
                 entry.complete = false;
                 entry.count = 0;
+                entry.show();
             } else if entry.key.instance.database == instance.database {
                 let key = entry.key;
                 let mut found = false;

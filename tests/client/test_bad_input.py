@@ -22,7 +22,10 @@ SETUP = """
 # A call of each function that works. Arguments that are not here have their default. "$id" and "$lease" are a running task's.
 CALLS = {
     "create_queue": {"queue": "new"},
-    "create_budget": {"name": "new", "max_running": "1", "max_tokens": "1000"},
+    "create_budget": {"name": "new", "max_running": "1", "max_tokens": "1000", "per": "1 hour"},
+    "alter_budget": {"name": "b", "max_running": "5"},
+    "drop_budget": {"name": "unused"},
+    "throttle": {"budget": "b", "duration": "0"},
     "enqueue": {"queue": "q", "payload": "{}"},
     "enqueue_many": {"queue": "q", "tasks": '[{"payload": 1}]'},
     "claim": {"queue": "q", "worker": "w"},
@@ -146,6 +149,7 @@ def walked(server):
         conn.execute(SETUP)
         call(conn, "tick")
         call(conn, "create_budget", name="b", max_running=5, max_tokens=1000, default_tokens=10)
+        call(conn, "create_budget", name="unused", max_running=5)
         queue = Queue(conn, budgets=["b"])
         queue.enqueue(key="k")
         queue.complete(queue.one())

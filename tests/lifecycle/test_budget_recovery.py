@@ -211,3 +211,79 @@ def test_a_full_table_refuses_and_names_its_setting(cluster):
         narrow = Queue(conn, "narrow", budgets=["b0"])
         narrow.enqueue()
         assert len(narrow.claim()) == 1 and budget(conn, "b0") == (1, 0)
+
+
+def spent(conn):
+    [row] = conn.execute("SELECT requests, window_tokens, window_cost, throttled_until FROM stint.budgets WHERE budget = 'w'").fetchall()
+    return row
+
+
+@pytest.mark.parametrize("crash", [stop_immediate, kill_a_backend, kill_a_claiming_backend, restart])
+def test_windows_are_rebuilt_exactly(server, crash):
+    """From what runs and from what ended, whichever way: reserved, refunded, owed, released, lapsed, paid."""
+    with server.connect("app") as conn:
+        call(conn, "create_budget", name="w", max_requests=100, max_window_tokens=1000, max_cost="5", per="1 hour", output_weight=2)
+        queue = Queue(conn, budgets=["w"], max_attempts=9)
+        queue.fill(12, tokens=30)
+        tasks = queue.claim(8)
+        queue.complete(tasks[0], input_tokens=5, output_tokens=2, model_cost="0.5")
+        queue.complete(tasks[1], input_tokens=50, compute_cost="0.0000001")
+        queue.fail(tasks[2], retry_in="1 hour")
+        queue.release(tasks[3])
+        queue.lapse(tasks[4])
+        queue.cancel(tasks[5].id)
+        queue.release(tasks[5])
+        call(conn, "throttle", budget="w", duration="0")
+        before = spent(conn)
+        assert before[:2] == (7, 9 + 50 + 5 * 30) and float(before[2]) == 0.500001
+    crash(server)
+    sessions = [server.connect("app") for _ in range(4)]
+    assert spent(sessions[0]) == before
+    claimed = sum(parallel(4, lambda n: Queue(sessions[n], create=False).claim(1)), [])
+    assert spent(sessions[0])[:2] == (before[0] + len(claimed), before[1] + 30 * len(claimed)) and len(claimed) == 4
+    queue = Queue(sessions[0], create=False)
+    # An attempt from before the crash is settled where it began.
+    assert queue.complete(tasks[6], output_tokens=1).first
+    assert spent(sessions[0])[:2] == (before[0] + 4, before[1] + 120 - 28)
+
+
+def test_a_full_window_stays_full_and_a_throttle_in_force_after_a_crash(server):
+    with server.connect("app") as conn:
+        call(conn, "create_budget", name="w", max_requests=2, per="1 hour")
+        call(conn, "create_budget", name="t", max_running=5)
+        queue = Queue(conn, budgets=["w"])
+        queue.fill(4)
+        for task in queue.claim(9):
+            queue.complete(task)
+        throttled = Queue(conn, "throttled", budgets=["t"])
+        throttled.fill(1)
+        until = call(conn, "throttle", budget="t", duration="1 hour")[0][0]
+    for crash in stop_immediate, kill_a_backend, restart:
+        crash(server)
+        with server.connect("app") as conn:
+            assert Queue(conn, create=False).claim(9) == [] and Queue(conn, "throttled", create=False).claim(9) == []
+            assert spent(conn)[0] == 2
+            assert value(conn, "SELECT throttled_until FROM stint.budgets WHERE budget = 't'") == until
+
+
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+def test_a_transaction_that_ended_attempts_rebuilds_what_was_before_it(server, end):
+    with server.connect("app") as conn:
+        call(conn, "create_budget", name="w", max_window_tokens=1000, per="1 hour")
+        queue = Queue(conn, budgets=["w"])
+        queue.fill(4, tokens=30)
+        tasks = queue.claim(3)
+    server.restart()
+    with server.connect("app") as conn:
+        queue = Queue(conn, create=False)
+        try:
+            with conn.transaction():
+                queue.complete(tasks[0], output_tokens=1)
+                queue.complete(tasks[1], output_tokens=100)
+                queue.release(tasks[2])
+                queue.claim(1)
+                if end == "rollback":
+                    raise ZeroDivisionError
+        except ZeroDivisionError:
+            pass
+        assert spent(conn)[:2] == ((3, 131) if end == "commit" else (3, 90))

@@ -11,6 +11,20 @@ const KEPT: usize = SLOTS + 1;
 /// Money in millionths of the currency that costs are reported in.
 pub const MICRO: i64 = 1_000_000;
 
+/// The most that one amount of money counts, in millionths: sums of it stay far from overflow.
+pub const MOST: i64 = 1_000_000_000_000_000_000;
+
+/// An amount of money of at least zero, written in decimal digits, in millionths, rounded up.
+pub fn micros(amount: &str) -> i64 {
+    let (whole, fraction) = amount.split_once('.').unwrap_or((amount, ""));
+    let digits = |text: &str| text.bytes().try_fold(0i64, |sum, digit| sum.checked_mul(10)?.checked_add(i64::from(digit.saturating_sub(b'0'))));
+    let Some(whole) = digits(whole).and_then(|whole| whole.checked_mul(MICRO)) else { return MOST };
+    let (kept, rest) = fraction.split_at_checked(6).unwrap_or((fraction, ""));
+    let kept = digits(kept).unwrap_or(0) * 10i64.pow(6u32.saturating_sub(kept.len() as u32));
+    let more = i64::from(rest.bytes().any(|digit| digit != b'0'));
+    whole.saturating_add(kept + more).min(MOST)
+}
+
 /// Something spent, or a limit on it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -76,6 +90,11 @@ impl Window {
             self.slots[index(self.newest)] = all;
             return;
         }
+        self.move_on(now);
+    }
+
+    /// Moves on to `now` with the length it has.
+    fn move_on(&mut self, now: i64) {
         let current = now.div_euclid(self.width);
         let passed = current.saturating_sub(self.newest);
         if passed >= KEPT as i64 {
@@ -99,6 +118,19 @@ impl Window {
         *slot = slot.plus(spent);
     }
 
+    /// Adds to the slot of the instant `at`, moving on to it where it is later than all that is remembered. A window of no length remembers nothing.
+    pub fn charge_at(&mut self, at: i64, spent: Spent) {
+        if self.width == 0 || spent == Spent::default() {
+            return;
+        }
+        self.move_on(at);
+        let slot = at.div_euclid(self.width);
+        if slot > self.newest - KEPT as i64 {
+            let slot = &mut self.slots[index(slot)];
+            *slot = slot.plus(spent);
+        }
+    }
+
     /// Takes back from the slot of the instant `at`, if it is still remembered and has so much.
     pub fn refund(&mut self, at: i64, spent: Spent) {
         if self.width == 0 {
@@ -114,11 +146,15 @@ impl Window {
     /// Adds what was spent at an instant in the past, if it is still in the window: for rebuilding. Older instants first.
     pub fn remember(&mut self, length: i64, at: i64, spent: Spent) {
         self.advance(length, at);
-        let slot = at.div_euclid(self.width);
-        if slot > self.newest - KEPT as i64 {
-            let slot = &mut self.slots[index(slot)];
-            *slot = slot.plus(spent);
-        }
+        self.charge_at(at, spent);
+    }
+
+    /// The instant at which the oldest of what is remembered will be forgotten; `None` where nothing is.
+    pub fn next(&self) -> Option<i64> {
+        (0..KEPT as i64)
+            .rev()
+            .find(|age| self.slots[index(self.newest - age)] != Spent::default())
+            .map(|age| (self.newest - age + KEPT as i64).saturating_mul(self.width))
     }
 
     /// The instant at which, if nothing more is spent, `fits` will hold for what is remembered then; `None` if it will not even for nothing.
@@ -149,6 +185,25 @@ mod tests {
 
     fn one() -> Spent {
         Spent { requests: 1, tokens: 10, cost: 0 }
+    }
+
+    #[test]
+    fn money_is_counted_in_millionths_and_rounded_up() {
+        for (text, expected) in [
+            ("0", 0),
+            ("1", MICRO),
+            ("0.50", 500_000),
+            ("0.0000001", 1),
+            ("0.1234560000", 123_456),
+            ("0.1234560001", 123_457),
+            ("12.3", 12_300_000),
+            ("999999999999999999999", MOST),
+            ("99999999999999.5", MOST),
+            ("1000000000000.1", MOST),
+            ("999999999999.999999", MOST - 1),
+        ] {
+            assert_eq!(micros(text), expected, "{text}");
+        }
     }
 
     #[test]
