@@ -20,6 +20,7 @@ CREATE TABLE stint.queue_config (
     max_run_time    interval,
     paused          boolean NOT NULL,
     strict_groups   boolean NOT NULL,
+    events          boolean NOT NULL,
     comment         text,
     created_at      timestamptz NOT NULL DEFAULT clock_timestamp()
 );

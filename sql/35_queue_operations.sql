@@ -14,14 +14,16 @@ CREATE FUNCTION stint.alter_queue(
     notify boolean DEFAULT NULL,
     comment text DEFAULT NULL,
     max_run_time interval DEFAULT NULL,
-    paused boolean DEFAULT NULL
+    paused boolean DEFAULT NULL,
+    events boolean DEFAULT NULL
 ) RETURNS void
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'alter_queue_wrapper';
 REVOKE ALL ON FUNCTION stint.alter_queue FROM PUBLIC;
 COMMENT ON FUNCTION stint.alter_queue IS
 'Changes a queue''s settings; the arguments are those of stint.create_queue, and null keeps what is there. max_run_time => ''0'' and comment => '''' take theirs away.
-What runs goes on under the lease, deadline and budgets it was claimed with. Waits for: another open transaction that changes the same queue.
+What runs goes on under the lease, deadline and budgets it was claimed with. events => true begins a new feed for stint.task_events: transactions that began before
+this commits may leave changes out of it, and positions of an earlier feed are refused. Waits for: another open transaction that changes the same queue.
 Errors: 42704 unknown queue or budget; 22023 a value out of its bounds.';
 
 CREATE FUNCTION stint.pause_queue(queue text) RETURNS boolean

@@ -1,7 +1,7 @@
 //! Epochs: transaction ids mean something in the database they were given out in. A restored or cloned database has the changelog of another one, so nothing
 //! is captured, ticked or pinned there until `stint.activate()` closes that epoch and opens its own; what there is stays readable.
 
-use super::tick;
+use super::{feed, tick};
 use crate::errors::Fault;
 use crate::spi::{Identity, Session, Statement, arg, connect};
 use pgrx::prelude::*;
@@ -31,7 +31,8 @@ static OPEN_NEXT: Statement = Statement::new(
     &[pg_sys::OIDOID, pg_sys::INT8OID],
 );
 
-fn here() -> [crate::spi::Param; 2] {
+/// The database's oid and the cluster's identifier, as statement arguments.
+pub fn here() -> [crate::spi::Param; 2] {
     // SAFETY: constants of this backend and its cluster.
     unsafe { [arg(pg_sys::MyDatabaseId), arg(pg_sys::GetSystemIdentifier() as i64)] }
 }
@@ -71,6 +72,7 @@ fn activate() -> i32 {
         match current(session) {
             Some((_, false)) => {
                 session.run(&CLOSE, &[]);
+                feed::close(session);
                 session.run(&OPEN_NEXT, &here()).must(0, 1)
             }
             _ => required(session),

@@ -3,7 +3,7 @@
 //! The tick lock is taken first and the snapshot then, so each tick's snapshot includes the one before. The transaction has no id of its own when the snapshot
 //! is taken: its own id would count as ended in it.
 
-use super::epoch;
+use super::{epoch, feed};
 use crate::errors::Fault;
 use crate::spi::{Identity, Session, Statement, arg, connect, home};
 use pgrx::prelude::*;
@@ -59,7 +59,10 @@ fn tick() -> i64 {
             epoch::refuse_copy()
         }
         lock(false);
-        advance(session)
+        let snapshot = feed::snapshot(session);
+        let end = advance(session);
+        feed::advance(session, &snapshot);
+        end
     })
 }
 

@@ -2,6 +2,7 @@
 
 use super::config;
 use super::create::{SETTING_TYPES, Settings};
+use crate::changelog::feed;
 use crate::input;
 use crate::shmem::{self, config as generation, waiters};
 use crate::spi::{self, Statement, arg};
@@ -23,7 +24,8 @@ static UPDATE: Statement = Statement::new(
           notify = coalesce($11, q.notify),
           max_run_time = nullif(coalesce($12, q.max_run_time), interval '0'),
           paused = coalesce($13, q.paused),
-          comment = nullif(coalesce($14, q.comment), '')
+          comment = nullif(coalesce($14, q.comment), ''),
+          events = coalesce($15, q.events)
       where q.queue = $1",
     &SETTING_TYPES,
 );
@@ -53,6 +55,7 @@ fn alter_queue(
     comment: Option<&str>,
     max_run_time: Option<RawInterval>,
     paused: Option<bool>,
+    events: Option<bool>,
 ) {
     shmem::required();
     let name = input::name("queue", queue);
@@ -71,6 +74,7 @@ fn alter_queue(
         max_run_time,
         paused,
         comment,
+        events,
     };
     settings.check();
     if let Some(longest) = max_run_time.filter(|longest| longest.micros() != 0) {
@@ -80,6 +84,9 @@ fn alter_queue(
     spi::connect(|session| {
         let queue = config::find(session, name);
         session.run(&UPDATE, &settings.params(session));
+        if events == Some(true) && !queue.events {
+            feed::begin(session, name);
+        }
         generation::changed();
         wake(&queue);
     });

@@ -8,6 +8,7 @@ use super::config::{self, Front, Lane, Queue};
 use super::horizon;
 use super::lines;
 use super::store::{self, Ticket};
+use super::task_events::{self, Change};
 use crate::budget::live;
 use crate::errors::Fault;
 use crate::shmem::budgets::Wanted;
@@ -407,6 +408,8 @@ fn start(session: &Session, name: &str, queue: &Queue, taken: &[Taken], wish: &W
                     arg(longest.map(|longest| now.plus(longest))),
                 ],
             );
+            let change = Change { id: ticket.id, status: "running", attempt, worker: Some(wish.worker), why: None };
+            task_events::record(session, name, &change);
             Some((
                 name.to_string(),
                 ticket.id,

@@ -26,7 +26,8 @@ static QUEUE: Statement = Statement::new(
              q.strict_groups,
              array(select b.number from stint.budget_config b where b.budget = any (q.budgets) order by b.number),
              (extract(epoch from q.max_run_time) * 1e6)::bigint,
-             q.paused
+             q.paused,
+             q.events
       from stint.queue_config q
       where q.queue = $1",
     &[pg_sys::TEXTOID],
@@ -111,6 +112,8 @@ pub struct Queue {
     pub max_run_time: Option<i64>,
     /// Whether claims find nothing.
     pub paused: bool,
+    /// Whether changes of status are kept as events.
+    pub events: bool,
     /// The configuration's generation before this was read; 0 where it was not read to be kept.
     generation: u64,
     /// Whether at most one task of a group may run.
@@ -214,6 +217,7 @@ fn read(session: &Session, name: &str, generation: u64) -> Option<Queue> {
         strict_groups: row.must(0, 11),
         max_run_time: row.get(0, 13),
         paused: row.must(0, 14),
+        events: row.must(0, 15),
         generation,
         own_budgets,
         budgets,

@@ -1,6 +1,7 @@
 //! `stint.create_queue`: a queue and its settings. [`Settings`] checks them for `alter_queue` too.
 
 use super::config;
+use crate::changelog::feed;
 use crate::shmem::{self, config as generation};
 use crate::spi::{self, Param, Session, Statement, arg};
 use crate::values::RawInterval;
@@ -10,8 +11,8 @@ use pgrx::prelude::*;
 static INSERT: Statement = Statement::new(
     c"insert into stint.queue_config
              (queue, lease_for, max_attempts, backoff_base, backoff_factor, backoff_max, backoff_jitter, budgets, key_retention, late_result, notify,
-              max_run_time, paused, comment, strict_groups)
-      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15)
+              max_run_time, paused, comment, events, strict_groups)
+      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16)
       on conflict (queue) do nothing",
     &INSERT_TYPES,
 );
@@ -19,7 +20,7 @@ static INSERT: Statement = Statement::new(
 static FIRST_LANE: Statement = Statement::new(c"insert into stint.lanes (queue, budgets) values ($1, '{}')", &[pg_sys::TEXTOID]);
 
 /// The types of the queue's name and its settings, in the order of [`Settings::params`].
-pub const SETTING_TYPES: [pg_sys::Oid; 14] = [
+pub const SETTING_TYPES: [pg_sys::Oid; 15] = [
     pg_sys::TEXTOID,
     pg_sys::INTERVALOID,
     pg_sys::INT4OID,
@@ -34,11 +35,12 @@ pub const SETTING_TYPES: [pg_sys::Oid; 14] = [
     pg_sys::INTERVALOID,
     pg_sys::BOOLOID,
     pg_sys::TEXTOID,
+    pg_sys::BOOLOID,
 ];
 
 /// The same and whether groups are strict, which never changes.
-const INSERT_TYPES: [pg_sys::Oid; 15] = {
-    let mut types = [pg_sys::BOOLOID; 15];
+const INSERT_TYPES: [pg_sys::Oid; 16] = {
+    let mut types = [pg_sys::BOOLOID; 16];
     let mut at = 0;
     while at < SETTING_TYPES.len() {
         types[at] = SETTING_TYPES[at];
@@ -77,6 +79,8 @@ pub struct Settings<'a> {
     pub paused: Option<bool>,
     /// What it is for.
     pub comment: Option<&'a str>,
+    /// Whether changes of status are kept as events.
+    pub events: Option<bool>,
 }
 
 impl Settings<'_> {
@@ -112,7 +116,7 @@ impl Settings<'_> {
     }
 
     /// The statement's arguments; an error naming a budget that does not exist.
-    pub fn params(self, session: &Session) -> [Param; 14] {
+    pub fn params(self, session: &Session) -> [Param; 15] {
         let budgets = self.budgets.map(|budgets| input::names("budgets", Some(budgets)));
         if let Some(budgets) = &budgets {
             config::budget_numbers(session, budgets);
@@ -132,6 +136,7 @@ impl Settings<'_> {
             arg(self.max_run_time),
             arg(self.paused),
             arg(self.comment),
+            arg(self.events),
         ]
     }
 }
@@ -154,6 +159,7 @@ fn create_queue(
     max_run_time: Option<RawInterval>,
     paused: Option<bool>,
     strict_groups: Option<bool>,
+    events: Option<bool>,
 ) {
     shmem::required();
     let settings = Settings {
@@ -171,6 +177,7 @@ fn create_queue(
         max_run_time,
         paused: Some(input::given("paused", paused)),
         comment,
+        events: Some(input::given("events", events)),
     };
     settings.check();
     if let Some(longest) = max_run_time {
@@ -186,6 +193,9 @@ fn create_queue(
             errors::exists("queue", queue, "Use another name, or the queue that is there: the view stint.queues shows its settings.");
         }
         session.run(&FIRST_LANE, &[arg(queue)]);
+        if events == Some(true) {
+            feed::begin(session, queue);
+        }
         generation::changed();
     });
 }

@@ -32,4 +32,5 @@ pub mod schedule;
 pub mod snooze;
 pub mod store;
 pub mod sweep;
+pub mod task_events;
 pub mod usage;

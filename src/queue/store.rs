@@ -2,6 +2,7 @@
 
 use super::config::{self, Queue};
 use super::flow::leave::{self, End};
+use super::task_events::{self, Change};
 use super::usage::Usage;
 use crate::budget::live::{self, Held};
 use crate::shmem::{Instance, bells, heads, waiters};
@@ -114,6 +115,17 @@ pub fn to_ready(session: &Session, name: &str, ticket: &Ticket) {
 
 /// Puts a task back where it stood in its line.
 pub fn back_to_ready(session: &Session, name: &str, ticket: &Ticket, seq: i64) {
+    place_ready(session, name, ticket, seq);
+    changed(session, name, ticket, "ready", None);
+}
+
+/// Notes that a task waits, in another way than before.
+fn changed(session: &Session, name: &str, ticket: &Ticket, status: &str, why: Option<&str>) {
+    task_events::record(session, name, &Change { id: ticket.id, status, attempt: ticket.attempt, worker: None, why });
+}
+
+/// The row of a ready task: where it was ready before, its status does not change.
+pub fn place_ready(session: &Session, name: &str, ticket: &Ticket, seq: i64) {
     let [a, b, c, d, e, f, g] = ticket.params(name);
     session.run(&TO_READY, &[a, b, c, d, e, f, g, arg(seq)]);
     heads::lower(Instance::here(), ticket.lane, ticket.priority, seq);
@@ -126,6 +138,12 @@ pub fn to_scheduled(session: &Session, name: &str, ticket: &Ticket, run_at: Inst
 
 /// Has a task wait for other tasks; `behind` is its group and its place there, where it has not its turn.
 pub fn to_blocked(session: &Session, name: &str, ticket: &Ticket, run_at: Option<Instant>, behind: Option<(&str, i64)>) {
+    place_blocked(session, name, ticket, run_at, behind);
+    changed(session, name, ticket, "blocked", None);
+}
+
+/// The row of a blocked task: where it was blocked before, its status does not change.
+pub fn place_blocked(session: &Session, name: &str, ticket: &Ticket, run_at: Option<Instant>, behind: Option<(&str, i64)>) {
     let [a, b, c, d, e, f, g] = ticket.params(name);
     let (key, seq) = behind.unzip();
     session.run(&TO_BLOCKED, &[a, b, c, d, e, f, g, arg(run_at), arg(key), arg(seq)]);
@@ -133,6 +151,12 @@ pub fn to_blocked(session: &Session, name: &str, ticket: &Ticket, run_at: Option
 
 /// Has a task wait for an event, at most until `run_at`.
 pub fn to_awaiting(session: &Session, name: &str, ticket: &Ticket, run_at: Instant, event: Option<&str>) {
+    place_scheduled(session, name, ticket, run_at, event);
+    changed(session, name, ticket, "scheduled", event.map(|event| format!("awaits event \"{event}\"")).as_deref());
+}
+
+/// The row of a scheduled task: where it was scheduled before, its status does not change.
+pub fn place_scheduled(session: &Session, name: &str, ticket: &Ticket, run_at: Instant, event: Option<&str>) {
     let [a, b, c, d, e, f, g] = ticket.params(name);
     session.run(&TO_SCHEDULED, &[a, b, c, d, e, f, g, arg(run_at), arg(event)]);
     heads::lower(Instance::here(), heads::SCHEDULED, 0, run_at.0);
@@ -247,6 +271,8 @@ pub fn write_outcome(session: &Session, name: &str, id: pgrx::Uuid, at: Instant,
         &OUTCOME,
         &[arg(name), arg(id), arg(outcome.outcome), arg(outcome.attempt), arg(outcome.lease), arg(at), arg(outcome.error), arg(outcome.result)],
     );
+    let Outcome { outcome: status, attempt, error: why, .. } = *outcome;
+    task_events::record(session, name, &Change { id, status, attempt, worker: None, why });
     row.get(0, 1).unwrap_or(false)
 }
 

@@ -36,6 +36,8 @@ pub const STEPS: &[Step] = &[
     Step { name: "schedules", when: When::Round, run: queue::schedule::step },
     Step { name: "expire keys", when: When::Round, run: queue::keys::step },
     Step { name: "tick", when: When::RoundAndBell, run: changelog::tick::step },
+    Step { name: "tick task events", when: When::RoundAndBell, run: changelog::feed::step },
+    Step { name: "trim task events", when: When::Round, run: changelog::feed::trim_step },
     Step { name: "trim consumers", when: When::Round, run: changelog::consumer::step },
     Step { name: "doorbells", when: When::Bell, run: doorbells::step },
 ];

@@ -58,6 +58,8 @@ CALLS = {
     "reprioritize": {"queue": "q", "id": "$id", "priority": "1"},
     "complete_many": {"queue": "q", "items": "[]"},
     "finish_and_claim": {"queue": "q", "id": "$id", "lease": "$lease", "worker": "w"},
+    "task_events": {"queue": "q"},
+    "trim_task_events": {},
     "lease_advice": {"queue": "q"},
     "prediction_advice": {"queue": "q"},
     "sweep": {},
@@ -150,7 +152,7 @@ def walked(server):
         call(conn, "tick")
         call(conn, "create_budget", name="b", max_running=5, max_tokens=1000, default_tokens=10)
         call(conn, "create_budget", name="unused", max_running=5)
-        queue = Queue(conn, budgets=["b"])
+        queue = Queue(conn, budgets=["b"], events=True)
         queue.enqueue(key="k")
         queue.complete(queue.one())
         queue.enqueue(max_attempts=9)
@@ -179,7 +181,7 @@ def signature(conn, function):
 def stored(conn):
     """How many rows each table holds, what is in use of budgets, and that the storage rules hold."""
     tables = [t for (t,) in conn.execute("SELECT oid::regclass::text FROM pg_class WHERE relnamespace = 'stint'::regnamespace AND relkind = 'r'")]
-    counts = {t: value(conn, f"SELECT count(*) FROM {t}") for t in tables if t not in ("stint.ticks",)}
+    counts = {t: value(conn, f"SELECT count(*) FROM {t}") for t in tables if t not in ("stint.ticks", "stint.task_event_ticks")}
     return counts, rows(conn, "SELECT * FROM stint.budget_usage()"), rows(conn, "SELECT * FROM stint.check()")
 
 

@@ -312,7 +312,7 @@ fn hand_on(session: &Session, name: &str, id: pgrx::Uuid, now: Instant) -> bool 
         return false;
     }
     if next.must(0, 8) {
-        store::to_blocked(session, name, &ticket(&next, 0), next.get(0, 7), None);
+        store::place_blocked(session, name, &ticket(&next, 0), next.get(0, 7), None);
         return false;
     }
     place(session, name, &next, 0, now)
