@@ -205,6 +205,14 @@ fn enqueue_many(
         }
         let made = requests.iter().zip(&stored).filter(|(_, (_, _, created))| *created).map(|(request, _)| request.wait());
         let mut gate = enter::hold(session, name, &queue, made);
+        // New lanes in one order, for the same reason.
+        let mut sets: Vec<&[i32]> =
+            requests.iter().zip(&stored).filter(|(_, stored)| stored.2).map(|(request, _)| request.budgets.as_slice()).collect();
+        sets.sort_unstable();
+        sets.dedup();
+        for budgets in sets {
+            config::lane_for(session, name, &queue, budgets);
+        }
         let mut ready = 0;
         for (at, (request, (_, id, created))) in requests.iter().zip(&stored).enumerate() {
             if *created {

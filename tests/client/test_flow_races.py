@@ -120,6 +120,22 @@ def test_every_verb_of_a_queue_at_once_neither_deadlocks_nor_leaves_anything_beh
         assert value(conn, f"SELECT count(*) FROM stint.{table}") == 0
 
 
+def test_batches_that_make_the_same_new_lanes_in_opposite_order_do_not_deadlock(conn, connect):
+    for name in "abcdef":
+        call(conn, "create_budget", name=name, max_running=100)
+    sessions = [connect() for _ in range(2)]
+    sets = [[a, b] for a in "abcdef" for b in "abcdef" if a < b]
+    for trial in range(8):
+        Queue(conn, f"q{trial}")
+
+        def batch(number):
+            tasks = [{"payload": 1, "budgets": budgets} for budgets in (sets if number else reversed(sets))]
+            return call(sessions[number], "enqueue_many", queue=f"q{trial}", tasks=json.dumps(tasks))
+
+        assert [len(made) for made in parallel(2, batch)] == [len(sets)] * 2
+        assert value(conn, "SELECT count(*) FROM stint.lanes WHERE queue = %s", f"q{trial}") == len(sets) + 1
+
+
 def test_a_cancel_and_an_end_of_what_a_chain_depends_on_meet_without_a_deadlock(conn, connect):
     queue = Queue(conn, max_attempts=1)
     sessions = [connect() for _ in range(3)]
