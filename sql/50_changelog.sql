@@ -1,6 +1,6 @@
 -- The changelog: what was captured, the ticks that give it positions, and who has read how far.
 
--- Which incarnation of the database this is. Made with the first state table; a restore brings the row of the database it came from.
+-- Which incarnation of the database this is. Made with the first queue or state table; a restore brings the row of the database it came from.
 CREATE TABLE stint.meta (
     one               boolean PRIMARY KEY DEFAULT true CHECK (one),
     epoch             integer NOT NULL,
@@ -149,13 +149,15 @@ to make changes readable at once. Errors: 25001 in a transaction that has writte
 Locks: the tick lock (an object lock on the schema stint) until the transaction ends; readers and writers never wait for it.';
 REVOKE ALL ON FUNCTION stint.tick() FROM PUBLIC;
 
-CREATE FUNCTION stint.activate() RETURNS integer
+CREATE FUNCTION stint.activate(keep_leases boolean DEFAULT false) RETURNS integer
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'activate_wrapper';
-COMMENT ON FUNCTION stint.activate() IS
-'Lets a restored or cloned database work on its own: gives the changes it was restored with their last positions, opens a new epoch and returns its number. Until then state tables
-there refuse changes, ticks and pins; positions and tags made before stay readable and keep their meaning. Where the database is no copy it changes nothing.
+COMMENT ON FUNCTION stint.activate(boolean) IS
+'Lets a restored or cloned database work on its own: ends the leases the other one gave, so that the next sweep takes those tasks back and no old worker''s call matches; gives the changes it
+was restored with their last positions, opens a new epoch and returns its number. Until then the verbs of queues and state tables there are refused (55000) and the maintenance worker does
+nothing; views, positions and tags made before stay readable and keep their meaning. Where the database is no copy it changes nothing.
+keep_leases: after pg_upgrade, whose workers go on with what they hold.
 Locks: the tick lock until the transaction ends.';
-REVOKE ALL ON FUNCTION stint.activate() FROM PUBLIC;
+REVOKE ALL ON FUNCTION stint.activate(boolean) FROM PUBLIC;
 
 CREATE FUNCTION stint.changes(relation regclass, since_pos bigint DEFAULT 0, max integer DEFAULT 1000)
     RETURNS TABLE (pos bigint, kind text, key jsonb, before jsonb, after jsonb, changed_at timestamptz)

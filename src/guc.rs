@@ -12,6 +12,7 @@ static MAX_NAME_BYTES: GucSetting<i32> = GucSetting::<i32>::new(63);
 static MAX_LEASE_S: GucSetting<i32> = GucSetting::<i32>::new(24 * 3600);
 static MAX_DELAY_S: GucSetting<i32> = GucSetting::<i32>::new(366 * 24 * 3600);
 static MAX_WAIT_S: GucSetting<i32> = GucSetting::<i32>::new(60);
+static ALLOW_DROP: GucSetting<bool> = GucSetting::<bool>::new(false);
 static NAPTIME_MS: GucSetting<i32> = GucSetting::<i32>::new(500);
 static EVENT_RETENTION_S: GucSetting<i32> = GucSetting::<i32>::new(7 * 24 * 3600);
 static DOORBELL_MS: GucSetting<i32> = GucSetting::<i32>::new(50);
@@ -33,6 +34,14 @@ pub fn init() {
         1_000_000,
         GucContext::Suset,
         GucFlags::UNIT_KB,
+    );
+    GucRegistry::define_bool_guc(
+        c"stint.allow_drop",
+        c"Whether DROP EXTENSION pg_stint passes although there are tasks or state tables.",
+        c"Off, it is refused.",
+        &ALLOW_DROP,
+        GucContext::Userset,
+        flags,
     );
     GucRegistry::define_int_guc(
         c"stint.max_batch",
@@ -167,6 +176,11 @@ pub fn max_lanes() -> usize {
 /// `stint.max_databases`.
 pub fn max_databases() -> usize {
     at_least_zero(MAX_DATABASES.get())
+}
+
+/// `stint.allow_drop`.
+pub fn allow_drop() -> bool {
+    ALLOW_DROP.get()
 }
 
 /// `stint.max_payload` in bytes.

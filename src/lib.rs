@@ -5,6 +5,7 @@
 mod budget;
 mod changelog;
 mod errors;
+mod guard;
 mod guc;
 mod input;
 mod queue;
@@ -48,5 +49,6 @@ extern "C-unwind" fn _PG_init() {
         shmem::init();
         xact::init();
         worker::init();
+        guard::init();
     }
 }

@@ -1,10 +1,13 @@
-//! Epochs: transaction ids mean something in the database they were given out in. A restored or cloned database has the changelog of another one, so nothing
-//! is captured, ticked or pinned there until `stint.activate()` closes that epoch and opens its own; what there is stays readable.
+//! Epochs: transaction ids, leases and schedules mean something in the database they were given out in. A restored or cloned database has those of another one,
+//! so nothing is claimed, swept, fired, captured, ticked or pinned there until `stint.activate()` closes that epoch and opens its own; what there is stays readable.
 
 use super::{feed, tick};
 use crate::errors::Fault;
+use crate::input;
+use crate::shmem::{self, Instance, config, heads};
 use crate::spi::{Identity, Session, Statement, arg, connect};
 use pgrx::prelude::*;
+use std::cell::Cell;
 
 static CURRENT: Statement =
     Statement::new(c"SELECT m.epoch, m.database = $1 AND m.system_identifier = $2 FROM stint.meta m", &[pg_sys::OIDOID, pg_sys::INT8OID]);
@@ -31,13 +34,21 @@ static OPEN_NEXT: Statement = Statement::new(
     &[pg_sys::OIDOID, pg_sys::INT8OID],
 );
 
-/// The database's oid and the cluster's identifier, as statement arguments.
-pub fn here() -> [crate::spi::Param; 2] {
+/// Ends the leases that another database gave: their names match nothing any more, and the next sweep takes the tasks back.
+static END_LEASES: Statement =
+    Statement::new(c"UPDATE stint.place_running SET lease = gen_random_uuid(), expires_at = clock_timestamp(), extended_until = NULL", &[]);
+
+thread_local! {
+    /// The instance this backend has found to be in its own database, and the configuration's generation then.
+    static OWN: Cell<Option<(Instance, u64)>> = const { Cell::new(None) };
+}
+
+fn here() -> [crate::spi::Param; 2] {
     // SAFETY: constants of this backend and its cluster.
     unsafe { [arg(pg_sys::MyDatabaseId), arg(pg_sys::GetSystemIdentifier() as i64)] }
 }
 
-/// The epoch, and whether it is this database's own; `None` before the first state table.
+/// The epoch, and whether it is this database's own; `None` before the first queue and the first state table.
 pub fn current(session: &Session) -> Option<(i32, bool)> {
     let rows = session.run(&CURRENT, &here());
     (!rows.is_empty()).then(|| (rows.must(0, 1), rows.must(0, 2)))
@@ -54,18 +65,38 @@ pub fn required(session: &Session) -> i32 {
     }
 }
 
-/// The changelog here is another database's.
-pub fn refuse_copy() -> ! {
-    Fault::new(PgSqlErrorCode::ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE, "this database is a copy of another one, whose changelog it holds")
-        .detail("Its transaction ids do not continue those in the changelog.")
+/// Whether what there is here was made here, or there is nothing yet.
+pub fn own(session: &Session) -> bool {
+    let seen = (Instance::here(), config::generation(shmem::required()));
+    if OWN.get() == Some(seen) {
+        return true;
+    }
+    let found = current(session);
+    if matches!(found, Some((_, true))) {
+        OWN.set(Some(seen));
+    }
+    found.is_none_or(|(_, own)| own)
+}
+
+/// An error in a copy of another database.
+pub fn refuse_in_copy(session: &Session) {
+    if !own(session) {
+        refuse_copy()
+    }
+}
+
+fn refuse_copy() -> ! {
+    Fault::new(PgSqlErrorCode::ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE, "this database is a copy of another one, whose tasks and state it holds")
+        .detail("Its leases, its schedules and the transaction ids in its changelog belong to the other one.")
         .hint("Run SELECT stint.activate() if this database is to be worked in.")
         .raise()
 }
 
 /// `stint.activate`.
 #[pg_extern(sql = false)]
-fn activate() -> i32 {
-    crate::shmem::required();
+fn activate(keep_leases: Option<bool>) -> i32 {
+    shmem::required();
+    let keep_leases = input::given("keep_leases", keep_leases);
     connect(|session| {
         let _owner = Identity::owner();
         tick::lock(false);
@@ -73,6 +104,11 @@ fn activate() -> i32 {
             Some((_, false)) => {
                 session.run(&CLOSE, &[]);
                 feed::close(session);
+                if !keep_leases {
+                    session.run(&END_LEASES, &[]);
+                }
+                heads::rescan(Instance::here(), true);
+                config::changed();
                 session.run(&OPEN_NEXT, &here()).must(0, 1)
             }
             _ => required(session),

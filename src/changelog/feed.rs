@@ -4,11 +4,8 @@
 //! never walks past a busy one, positions of a feed are dense, and old ticks can go together with their events, which the changelog's cannot, since tags hold
 //! on to them. The events of a queue's tick are those visible in its snapshot and not in that of the tick before, ordered by seq; the positions of a tick are
 //! the `events` up to its `end_pos`.
-//!
-//! Events of a database that was restored and not activated yet are written under the epoch that `stint.activate()` will open: their transaction ids are those
-//! of this database.
 
-use super::{epoch, tick};
+use super::tick;
 use crate::guc;
 use crate::spi::{Identity, Session, Statement, arg, connect};
 use crate::values::{Instant, SECOND};
@@ -74,7 +71,6 @@ static SNAPSHOT: Statement = Statement::new(c"select pg_current_snapshot()::text
 
 /// Starts a queue's feed, or starts it anew: positions given before are refused from then on.
 pub fn begin(session: &Session, queue: &str) {
-    epoch::required(session);
     session.run(&BEGIN, &[arg(queue)]);
 }
 
@@ -96,7 +92,7 @@ pub fn close(session: &Session) {
 /// One round for the maintenance worker, in a transaction that has written nothing. Does not wait: where another session holds the tick lock, that one ticks.
 pub fn step() -> bool {
     connect(|session| {
-        if epoch::current(session).is_some_and(|(_, own)| own) && tick::lock(true) {
+        if tick::lock(true) {
             advance(session, &snapshot(session));
         }
     });

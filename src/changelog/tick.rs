@@ -41,7 +41,7 @@ pub fn step() -> bool {
     refuse_written();
     connect(|session| {
         let _owner = Identity::owner();
-        if epoch::current(session).is_some_and(|(_, own)| own) && lock(true) {
+        if epoch::current(session).is_some() && lock(true) {
             advance(session);
         }
     });
@@ -55,9 +55,7 @@ fn tick() -> i64 {
     refuse_written();
     connect(|session| {
         let _owner = Identity::owner();
-        if epoch::current(session).is_some_and(|(_, own)| !own) {
-            epoch::refuse_copy()
-        }
+        epoch::refuse_in_copy(session);
         lock(false);
         let snapshot = feed::snapshot(session);
         let end = advance(session);

@@ -1,6 +1,7 @@
 //! What a backend knows of a queue: its settings, its lanes and the budgets these draw on. Read once, kept until a committed change moves the configuration's
 //! generation; never kept by a transaction that changed it or that reads with an old snapshot.
 
+use crate::changelog::epoch;
 use crate::errors::{self, Fault};
 use crate::shmem::{self, Instance, budgets, config, heads};
 use crate::spi::{Session, Statement, arg};
@@ -184,6 +185,7 @@ fn unknown(session: &Session, name: &str) -> ! {
 }
 
 fn read(session: &Session, name: &str, generation: u64) -> Option<Queue> {
+    epoch::refuse_in_copy(session);
     let row = session.run(&QUEUE, &[arg(name)]);
     if row.is_empty() {
         return None;

@@ -1,7 +1,7 @@
 //! `stint.create_queue`: a queue and its settings. [`Settings`] checks them for `alter_queue` too.
 
 use super::config;
-use crate::changelog::feed;
+use crate::changelog::{epoch, feed};
 use crate::shmem::{self, config as generation};
 use crate::spi::{self, Param, Session, Statement, arg};
 use crate::values::RawInterval;
@@ -188,6 +188,8 @@ fn create_queue(
 
     let _owner = spi::Identity::owner();
     spi::connect(|session| {
+        // So that a copy of this database is known as one.
+        epoch::required(session);
         let params: Vec<Param> = settings.params(session).into_iter().chain([arg(strict_groups)]).collect();
         if session.run(&INSERT, &params).is_empty() {
             errors::exists("queue", queue, "Use another name, or the queue that is there: the view stint.queues shows its settings.");

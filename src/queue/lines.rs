@@ -1,7 +1,7 @@
 //! Where claims, sweeps and promotions begin to look: the heads in shared memory, found anew where they are not known and raised where it pays.
 
 use crate::shmem::heads::{self, Head, NOTHING};
-use crate::shmem::{self, Instance};
+use crate::shmem::{self, Instance, config};
 use crate::spi::{self, Session, Statement, arg};
 use crate::values::{Instant, SECOND};
 use pgrx::prelude::*;
@@ -137,6 +137,7 @@ pub fn step() -> bool {
 fn rescan() {
     shmem::required();
     heads::rescan(Instance::here(), false);
+    config::changed();
 }
 
 /// The record that tells PostgreSQL how a hand-written C function is called.

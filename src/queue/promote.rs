@@ -4,6 +4,7 @@ use super::checkpoint;
 use super::config;
 use super::lines;
 use super::store::{self, Ticket};
+use crate::changelog::epoch;
 use crate::shmem::{self, heads};
 use crate::spi::{self, Statement, arg};
 use crate::values::Instant;
@@ -70,6 +71,7 @@ fn promote(max: Option<i32>) -> i32 {
     shmem::required();
     let max = input::batch("max", max);
     let _owner = spi::Identity::owner();
+    spi::connect(epoch::refuse_in_copy);
     promote_due(max)
 }
 

@@ -178,8 +178,6 @@ fn create_schedule(
     let now = Instant::now();
     let _owner = spi::Identity::owner();
     spi::connect(|session| {
-        // So that a copy of this database is known as one, and fires nothing.
-        epoch::required(session);
         let found = config::find(session, queue);
         request.budgets = config::budget_numbers(session, &budget_names);
         enqueue::check_capacity(session, &found, &request);
@@ -403,11 +401,6 @@ fn fire(session: &Session, max: usize) -> usize {
     fired
 }
 
-/// Whether this database is the one the schedules were made for.
-fn own(session: &Session) -> bool {
-    epoch::current(session).is_none_or(|(_, own)| own)
-}
-
 /// See the SQL COMMENT of stint.fire_schedules.
 #[pg_extern(sql = false)]
 fn fire_schedules(max: Option<i32>) -> i32 {
@@ -415,9 +408,7 @@ fn fire_schedules(max: Option<i32>) -> i32 {
     let max = input::batch("max", max);
     let _owner = spi::Identity::owner();
     spi::connect(|session| {
-        if !own(session) {
-            epoch::refuse_copy()
-        }
+        epoch::refuse_in_copy(session);
         i32::try_from(fire(session, max)).unwrap_or(i32::MAX)
     })
 }
@@ -425,5 +416,5 @@ fn fire_schedules(max: Option<i32>) -> i32 {
 /// One bounded round for the maintenance worker.
 pub fn step() -> bool {
     let max = usize::try_from(guc::max_batch()).unwrap_or(1);
-    spi::connect(|session| own(session) && fire(session, max) == max)
+    spi::connect(|session| fire(session, max) == max)
 }

@@ -10,6 +10,7 @@ use super::store::{self, Attempt, Outcome, Ticket};
 use super::usage::Usage;
 use super::{config, finish, lines};
 use crate::budget::live::Held;
+use crate::changelog::epoch;
 use crate::savepoint;
 use crate::shmem::{self, heads};
 use crate::spi::{self, Rows, Session, Statement, arg};
@@ -232,6 +233,7 @@ fn sweep(max: Option<i32>) -> TableIterator<'static, (name!(lapsed, i32), name!(
     let max = input::batch("max", max);
     let _owner = spi::Identity::owner();
     ASIDE.with_borrow_mut(Vec::clear);
+    spi::connect(epoch::refuse_in_copy);
     let swept = sweep_lapsed(max);
     spi::connect(|session| leave::settle(session, max));
     TableIterator::once((swept.lapsed, swept.retried, swept.failed, swept.cancelled))

@@ -1,7 +1,6 @@
 //! Events of tasks: `record`, which every change of status calls, and `stint.task_events`, which reads them back in the order of commits.
 
 use super::{config, horizon};
-use crate::changelog::epoch;
 use crate::errors::{self, Fault};
 use crate::shmem::{self, waiters};
 use crate::spi::{self, Session, Statement, arg};
@@ -9,22 +8,12 @@ use crate::values::{Instant, RawInterval};
 use crate::{guc, input};
 use pgrx::prelude::*;
 
-/// Under the epoch of this database: where that is not open yet, the next.
 static RECORD: Statement = Statement::new(
     c"insert into stint.task_event_log (queue, epoch, xid, seq, at, id, status, attempt, worker, why)
-      select $1, m.epoch + (m.database <> $7 or m.system_identifier <> $8)::int, pg_current_xact_id(), nextval('stint.task_event_seq'), clock_timestamp(),
+      select $1, m.epoch, pg_current_xact_id(), nextval('stint.task_event_seq'), clock_timestamp(),
              $2, $3, $4, $5, $6
       from stint.meta m",
-    &[
-        pg_sys::TEXTOID,
-        pg_sys::UUIDOID,
-        pg_sys::TEXTOID,
-        pg_sys::INT4OID,
-        pg_sys::TEXTOID,
-        pg_sys::TEXTOID,
-        pg_sys::OIDOID,
-        pg_sys::INT8OID,
-    ],
+    &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::TEXTOID, pg_sys::TEXTOID],
 );
 
 /// A change of status.
@@ -46,9 +35,8 @@ pub fn record(session: &Session, name: &str, change: &Change) {
     if config::lookup(session, name).is_none_or(|queue| !queue.events) {
         return;
     }
-    let [database, system] = epoch::here();
     let Change { id, status, attempt, worker, why } = *change;
-    session.run(&RECORD, &[arg(name), arg(id), arg(status), arg(attempt), arg(worker), arg(why), database, system]);
+    session.run(&RECORD, &[arg(name), arg(id), arg(status), arg(attempt), arg(worker), arg(why)]);
 }
 
 /// Where the feed begins and ends: positions up to the first are not kept, those after the last were not given yet.

@@ -26,9 +26,7 @@ pub fn make(session: &Session, comment: Option<&str>) -> i64 {
             .hint("Declare one with stint.create_state.")
             .raise();
     }
-    if epoch::current(session).is_some_and(|(_, own)| !own) {
-        epoch::refuse_copy()
-    }
+    epoch::refuse_in_copy(session);
     if now.must(0, 4) {
         Fault::new(PgSqlErrorCode::ERRCODE_ACTIVE_SQL_TRANSACTION, "cannot pin in a transaction that has changed a state table")
             .detail("No other reader ever sees what this transaction sees now.")

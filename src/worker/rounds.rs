@@ -2,9 +2,10 @@
 
 use super::steps::{STEPS, Step, When};
 use super::{fix, nap, naptime, take_signals};
+use crate::changelog::epoch;
 use crate::guc;
 use crate::shmem::workers;
-use crate::spi::Identity;
+use crate::spi::{Identity, connect};
 use crate::values::{Instant, SECOND};
 use pgrx::pg_sys::panic::{CaughtError, ErrorReport};
 use pgrx::prelude::*;
@@ -192,7 +193,8 @@ fn transaction(run: fn() -> bool) -> Outcome {
             pg_sys::PushActiveSnapshot(pg_sys::GetTransactionSnapshot());
             let more = {
                 let _owner = Identity::owner();
-                run()
+                // In a copy of another database nothing is done until it is activated.
+                connect(epoch::own) && run()
             };
             pg_sys::PopActiveSnapshot();
             Outcome::Ran(more)

@@ -217,6 +217,7 @@ def test_a_copy_of_a_database_fires_nothing_until_it_is_activated(conn):
         schedule(conn, cron="0 0 1 1 *")
         behind(conn, 527_040)
         conn.execute("UPDATE stint.meta SET database = 1")
+        call(conn, "rescan")
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="copy"):
         fire(conn)
     assert fires(conn) == []

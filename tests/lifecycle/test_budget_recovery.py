@@ -187,7 +187,7 @@ def test_databases_and_extensions_that_are_gone_leave_room_for_the_usage_of_othe
                 queue.fill(2)
                 [task] = queue.claim(9)
                 queue.complete(task)
-                conn.execute("DROP EXTENSION pg_stint; CREATE EXTENSION pg_stint")
+                conn.execute("SET stint.allow_drop = on; DROP EXTENSION pg_stint; CREATE EXTENSION pg_stint")
         server.drop_database("app")
 
 

@@ -123,7 +123,7 @@ def test_what_was_rung_while_the_worker_was_away_is_told_when_it_is_back(process
 
 def test_a_doorbell_of_an_extension_made_anew_rings(processes, connect, listener):
     conn = connect(autocommit=False)
-    conn.execute("DROP EXTENSION pg_stint")
+    conn.execute("SET stint.allow_drop = on; DROP EXTENSION pg_stint")
     conn.execute("CREATE EXTENSION pg_stint")
     conn.commit()
     conn.execute("SELECT stint.create_queue('q')")

@@ -3,6 +3,8 @@
 import subprocess
 
 import cluster
+import psycopg
+import pytest
 from stint import Queue, call, until, value
 
 
@@ -24,11 +26,19 @@ def test_a_restored_queue_goes_on(started):
         queue = Queue(conn, budgets=["b"], lease_for="3 s")
         queue.fill(4)
         delayed = queue.enqueue('"delayed"', priority=9, delay="1 s", key="k")
-        queue.claim(2)
+        running = queue.claim(2)
         restore_slowly(server, processes, "app", "copy")
     with server.connect("copy") as conn:
         queue = Queue(conn, create=False)
-        assert queue.claim(9) == [], "two of the budget's two run in the dump"
+        held = value(conn, "SELECT array_agg(lease) FROM stint.place_running")
+        for verb in queue.claim, queue.enqueue, lambda: call(conn, "sweep"), lambda: call(conn, "promote"):
+            with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="copy") as caught:
+                verb()
+            assert "stint.activate" in caught.value.diag.message_hint
+        assert value(conn, "SELECT count(*) FROM stint.tasks WHERE status = 'running'") == 2
+        call(conn, "activate")
+        assert [queue.complete(task).outcome for task in running] == ["unknown_lease"] * 2, "a restore ends leases"
+        assert value(conn, "SELECT count(*) FROM stint.place_running WHERE lease = ANY (%s)", held) == 0
         assert call(conn, "check") == []
         assert queue.enqueue(key="k") == delayed and queue.enqueue() != delayed
         until(conn, f"SELECT status = 'ready' FROM stint.tasks WHERE id = '{delayed}'", 5)
@@ -36,3 +46,35 @@ def test_a_restored_queue_goes_on(started):
         assert queue.claim(1)[0].id == delayed
         assert value(conn, "SELECT max(seq) < nextval('stint.task_seq') FROM stint.place_ready")
         assert call(conn, "check") == []
+
+
+def test_a_database_made_from_a_template_rests_until_it_is_activated_and_pg_upgrade_keeps_leases(started):
+    server, processes = started()
+    with server.connect("app") as conn:
+        queue = Queue(conn, lease_for="1 min")
+        queue.fill(2)
+        (task,) = queue.claim(1)
+    server.sql("ALTER DATABASE app IS_TEMPLATE true")
+    server.restart()
+    server.sql("CREATE DATABASE copy TEMPLATE app")
+    processes.wait_for_worker("copy", timeout=30)
+    with server.connect("copy") as conn:
+        queue = Queue(conn, create=False)
+        with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):
+            queue.claim(1)
+        call(conn, "activate", keep_leases=True)
+        assert queue.complete(task).outcome == "completed"
+        assert call(conn, "check") == []
+
+
+def test_the_extension_is_not_dropped_with_tasks_in_it(started):
+    server, _ = started()
+    with server.connect("app") as conn:
+        Queue(conn).fill(1)
+        for drop in "DROP EXTENSION pg_stint", "DROP EXTENSION IF EXISTS pg_stint CASCADE", "DO $$BEGIN DROP EXTENSION pg_stint; END$$":
+            with pytest.raises(psycopg.errors.DependentObjectsStillExist, match="tasks") as caught:
+                conn.execute(drop)
+            assert "stint.allow_drop" in caught.value.diag.message_hint
+        conn.execute("DROP EXTENSION IF EXISTS no_such_extension")
+        conn.execute("SET stint.allow_drop = on")
+        conn.execute("DROP EXTENSION pg_stint")

@@ -45,7 +45,8 @@ def test_a_restored_copy_fires_nothing_until_it_is_activated(started):
     processes.wait_for_worker("copy")
     with server.connect("copy") as conn:
         conn.execute("UPDATE stint.schedule_config SET since = since - interval '1 s'; DELETE FROM stint.schedule_slots")
-    processes.prove_at_work("copy")
+    changed_at = server.sql("SELECT clock_timestamp()")
+    server.wait_until("SELECT last_clean_round > %s::timestamptz + interval '2 s' FROM stint.maintenance WHERE database = 'copy'", changed_at, dbname="copy", timeout=15)
     assert server.sql("SELECT count(*) FROM stint.schedule_fires", dbname="copy") == 0
     server.sql("SELECT stint.activate()", dbname="copy")
     server.wait_until("SELECT count(*) >= 3 FROM stint.schedule_fires", dbname="copy")

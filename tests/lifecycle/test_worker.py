@@ -29,7 +29,7 @@ def test_only_databases_with_the_extension_have_a_worker(started):
 
 
 def test_the_worker_is_there_within_half_a_second_of_create_extension(processes, database, conn):
-    conn.execute("DROP EXTENSION pg_stint")
+    conn.execute("SET stint.allow_drop = on; DROP EXTENSION pg_stint")
     processes.wait_for_no_worker(database)
     conn.execute("CREATE EXTENSION pg_stint")
     created = time.monotonic()
@@ -103,7 +103,7 @@ def test_launcher_and_worker_terminated_together_come_back(started):
 
 def test_the_worker_follows_drop_and_create_extension(processes, database, conn):
     for _ in range(3):
-        conn.execute("DROP EXTENSION pg_stint")
+        conn.execute("SET stint.allow_drop = on; DROP EXTENSION pg_stint")
         processes.wait_for_no_worker(database)
         conn.execute("CREATE EXTENSION pg_stint")
         processes.wait_for_worker(database)
@@ -118,7 +118,7 @@ def test_the_worker_is_unmoved_by_what_rolls_back(server, processes, database, c
         conn.rollback()
     conn = connect(autocommit=False)
     pid = processes.worker(database)
-    conn.execute("DROP EXTENSION pg_stint")
+    conn.execute("SET stint.allow_drop = on; DROP EXTENSION pg_stint")
     conn.rollback()
     processes.prove_at_work(database)
     assert processes.worker(database) == pid
@@ -128,7 +128,7 @@ def test_the_worker_is_unmoved_by_what_rolls_back(server, processes, database, c
 
 def test_drop_and_create_in_one_transaction_gives_the_new_extension_a_worker(processes, database, connect):
     conn = connect(autocommit=False)
-    conn.execute("DROP EXTENSION pg_stint")
+    conn.execute("SET stint.allow_drop = on; DROP EXTENSION pg_stint")
     conn.execute("CREATE EXTENSION pg_stint")
     conn.commit()
     processes.prove_at_work(database)
@@ -138,7 +138,7 @@ def test_drop_extension_meets_neither_a_deadlock_nor_a_failing_step(started):
     server, processes = started(config={"stint.naptime": "10ms", "deadlock_timeout": "10ms"})
     with server.connect("app") as conn:
         for _ in range(30):
-            conn.execute("DROP EXTENSION pg_stint")
+            conn.execute("SET stint.allow_drop = on; DROP EXTENSION pg_stint")
             conn.execute("CREATE EXTENSION pg_stint")
     processes.prove_at_work("app")
     assert [line for line in server.log().splitlines() if "WARNING" in line or "deadlock" in line] == []
