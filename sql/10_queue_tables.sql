@@ -4,6 +4,14 @@
 -- and place_running, and moving it is a delete and an insert of a narrow row. A finished task has one row in task_outcomes, and each attempt leaves one in task_attempts when it
 -- ends. Nobody but the verbs writes here; users read the views of 20_queue_views.sql.
 
+-- Finished work is added up (60_accounting.sql) in the order in which it was committed, which its rows tell by their transaction. A transaction id means
+-- something only in the database it was given out in: the incarnation tells that one's rows from those a dump brought along.
+CREATE FUNCTION stint.incarnation() RETURNS int
+    LANGUAGE c STABLE PARALLEL SAFE AS 'MODULE_PATHNAME', 'incarnation_wrapper';
+COMMENT ON FUNCTION stint.incarnation() IS
+'A number for this database of this cluster. Rows that are added up carry it beside their transaction''s id, since those of a restored dump come from another database. Runs no SQL.';
+REVOKE ALL ON FUNCTION stint.incarnation() FROM PUBLIC;
+
 CREATE TABLE stint.queue_config (
     queue           text COLLATE "C" PRIMARY KEY,
     number          int NOT NULL GENERATED ALWAYS AS IDENTITY,
@@ -167,13 +175,16 @@ CREATE TABLE stint.task_attempts (
     budgets         int[],
     reserved        bigint[],
     charged         bigint[],
+    incarnation     int NOT NULL DEFAULT stint.incarnation(),
+    xact            xid8 NOT NULL DEFAULT pg_catalog.pg_current_xact_id(),
     PRIMARY KEY (queue, id, attempt)
 );
+CREATE INDEX task_attempts_xact ON stint.task_attempts (incarnation, xact);
 -- Read once after a start, to rebuild the budgets' windows; as small as an index on rows that come in the order of time can be.
 CREATE INDEX task_attempts_ended ON stint.task_attempts USING brin (ended_at);
 COMMENT ON TABLE stint.task_attempts IS 'Every ended attempt, with how it ended, the usage its callback reported, and what it reserved and was charged of each budget; insert-only';
 
--- Usage that came after the attempt had ended: a lapsed worker's callback. The key makes it once.
+-- Usage that came by another way than the call that ended the attempt: a lapsed worker's callback, a bill. The key makes it once.
 CREATE TABLE stint.usage_late (
     queue           text COLLATE "C" NOT NULL,
     id              uuid NOT NULL,
@@ -190,9 +201,12 @@ CREATE TABLE stint.usage_late (
     compute_cost    numeric,
     confidence      real,
     meta            jsonb,
+    incarnation     int NOT NULL DEFAULT stint.incarnation(),
+    xact            xid8 NOT NULL DEFAULT pg_catalog.pg_current_xact_id(),
     PRIMARY KEY (queue, id, attempt, key)
 );
-COMMENT ON TABLE stint.usage_late IS 'Usage reported after its attempt had ended, once for each attempt and key; insert-only';
+CREATE INDEX usage_late_xact ON stint.usage_late (incarnation, xact);
+COMMENT ON TABLE stint.usage_late IS 'Usage reported beside the end of its attempt (late callbacks, bills of stint.record_usage), once for each attempt and key; insert-only';
 
 CREATE TABLE stint.task_outcomes (
     queue           text COLLATE "C" NOT NULL,
@@ -203,8 +217,11 @@ CREATE TABLE stint.task_outcomes (
     finished_at     timestamptz NOT NULL,
     error           text,
     result          jsonb,
+    incarnation     int NOT NULL DEFAULT stint.incarnation(),
+    xact            xid8 NOT NULL DEFAULT pg_catalog.pg_current_xact_id(),
     PRIMARY KEY (queue, id)
 );
+CREATE INDEX task_outcomes_xact ON stint.task_outcomes (incarnation, xact);
 COMMENT ON TABLE stint.task_outcomes IS 'How each finished task ended; insert-only, but for a retry, which moves the row to stint.task_retries';
 
 -- What stint.retry took back. The attempts up to this one no longer count against max_attempts.
@@ -218,8 +235,13 @@ CREATE TABLE stint.task_retries (
     lease           uuid,
     finished_at     timestamptz NOT NULL,
     error           text,
+    outcome_incarnation int NOT NULL,
+    outcome_xact    xid8 NOT NULL,
+    incarnation     int NOT NULL DEFAULT stint.incarnation(),
+    xact            xid8 NOT NULL DEFAULT pg_catalog.pg_current_xact_id(),
     PRIMARY KEY (queue, id, retry)
 );
+CREATE INDEX task_retries_xact ON stint.task_retries (incarnation, xact);
 COMMENT ON TABLE stint.task_retries IS 'Outcomes that stint.retry and stint.retry_failed took back, numbered from 1 for each task; insert-only';
 
 CREATE TABLE stint.task_keys (

@@ -56,18 +56,28 @@ CREATE VIEW stint.attempts AS
 SELECT a.queue, a.id, a.attempt, a.ended, a.worker, f.agent, a.started_at, a.ended_at, a.ended_at - a.started_at AS run_time, a.heartbeat_gap, a.error,
        coalesce(a.run_id, u.run_id) AS run_id, coalesce(a.trace_id, u.trace_id) AS trace_id, coalesce(a.model, u.model) AS model,
        f.tokens AS predicted_tokens,
-       CASE WHEN u.attempt IS NULL THEN a.input_tokens ELSE coalesce(a.input_tokens, 0) + coalesce(u.input_tokens, 0) END AS input_tokens,
-       CASE WHEN u.attempt IS NULL THEN a.cached_tokens ELSE coalesce(a.cached_tokens, 0) + coalesce(u.cached_tokens, 0) END AS cached_tokens,
-       CASE WHEN u.attempt IS NULL THEN a.output_tokens ELSE coalesce(a.output_tokens, 0) + coalesce(u.output_tokens, 0) END AS output_tokens,
-       CASE WHEN u.attempt IS NULL THEN a.model_cost ELSE coalesce(a.model_cost, 0) + coalesce(u.model_cost, 0) END AS model_cost,
-       CASE WHEN u.attempt IS NULL THEN a.compute_cost ELSE coalesce(a.compute_cost, 0) + coalesce(u.compute_cost, 0) END AS compute_cost,
+       CASE WHEN u.bills = 0 THEN a.input_tokens ELSE coalesce(a.input_tokens, 0) + coalesce(u.input_tokens, 0)::bigint END AS input_tokens,
+       CASE WHEN u.bills = 0 THEN a.cached_tokens ELSE coalesce(a.cached_tokens, 0) + coalesce(u.cached_tokens, 0)::bigint END AS cached_tokens,
+       CASE WHEN u.bills = 0 THEN a.output_tokens ELSE coalesce(a.output_tokens, 0) + coalesce(u.output_tokens, 0)::bigint END AS output_tokens,
+       CASE WHEN u.bills = 0 THEN a.model_cost ELSE coalesce(a.model_cost, 0) + coalesce(u.model_cost, 0) END AS model_cost,
+       CASE WHEN u.bills = 0 THEN a.compute_cost ELSE coalesce(a.compute_cost, 0) + coalesce(u.compute_cost, 0) END AS compute_cost,
        coalesce(a.confidence, u.confidence) AS confidence,
        coalesce(a.meta, u.meta) AS meta,
        u.recorded_at AS usage_came_late_at
 FROM stint.task_attempts a
 JOIN stint.task_facts f ON f.queue = a.queue AND f.id = a.id
-LEFT JOIN stint.usage_late u ON u.queue = a.queue AND u.id = a.id AND u.attempt = a.attempt AND u.key = 'callback';
-COMMENT ON VIEW stint.attempts IS 'Every ended attempt: how it ended (completed, failed, cancelled, released, snoozed, awaiting, lapsed), its run and trace id, tokens and cost, usage that came late included';
+CROSS JOIN LATERAL (
+    SELECT count(*) AS bills, max(l.recorded_at) AS recorded_at,
+           (array_agg(l.run_id ORDER BY l.recorded_at, l.key) FILTER (WHERE l.run_id IS NOT NULL))[1] AS run_id,
+           (array_agg(l.trace_id ORDER BY l.recorded_at, l.key) FILTER (WHERE l.trace_id IS NOT NULL))[1] AS trace_id,
+           (array_agg(l.model ORDER BY l.recorded_at, l.key) FILTER (WHERE l.model IS NOT NULL))[1] AS model,
+           sum(l.input_tokens) AS input_tokens, sum(l.cached_tokens) AS cached_tokens, sum(l.output_tokens) AS output_tokens,
+           sum(l.model_cost) AS model_cost, sum(l.compute_cost) AS compute_cost,
+           (array_agg(l.confidence ORDER BY l.recorded_at, l.key) FILTER (WHERE l.confidence IS NOT NULL))[1] AS confidence,
+           (array_agg(l.meta ORDER BY l.recorded_at, l.key) FILTER (WHERE l.meta IS NOT NULL))[1] AS meta
+    FROM stint.usage_late l WHERE l.queue = a.queue AND l.id = a.id AND l.attempt = a.attempt
+) u;
+COMMENT ON VIEW stint.attempts IS 'Every ended attempt: how it ended (completed, failed, cancelled, released, snoozed, awaiting, lapsed), its run and trace id, tokens and cost, late callbacks and bills included';
 
 CREATE VIEW stint.queue_stats AS
 SELECT q.queue, q.paused,

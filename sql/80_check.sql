@@ -121,6 +121,25 @@ AS $$
     SELECT 'a slot belongs to a schedule and has a task or an error', s.queue_was, s.id, s.schedule || ' at ' || s.slot
     FROM stint.schedule_slots s LEFT JOIN stint.schedule_config c ON c.schedule = s.schedule
     WHERE c.schedule IS NULL OR (s.id IS NULL) = (s.error IS NULL)
+    UNION ALL
+    SELECT 'sums of hours, days and months agree with the finer ones', l.queue, NULL,
+           l.figure || ' of ' || l.since || ', level ' || l.level || ': ' || sum(l.amount) FILTER (WHERE NOT l.fine) || ', the finer ones ' || sum(l.amount) FILTER (WHERE l.fine)
+    FROM (SELECT x.queue, x.figure, x.amount, b.level, b.since, b.fine
+          FROM (SELECT u.queue, u.level, u.since, 'attempts' AS figure, u.attempts + u.input_tokens + u.output_tokens + u.model_cost + u.compute_cost AS amount FROM stint.usage_rollups u
+                UNION ALL
+                SELECT t.queue, t.level, t.since, 'tasks', t.tasks + t.attempts + t.input_tokens + t.output_tokens + t.model_cost + t.compute_cost FROM stint.task_rollups t) x
+          CROSS JOIN stint.rollup_marks m
+          CROSS JOIN LATERAL (
+              SELECT x.level, x.since, false AS fine
+              WHERE x.level = 2 AND x.since >= m.minutes_from OR x.level = 3 AND x.since >= m.hours_from OR x.level = 4
+              UNION ALL
+              SELECT 2, date_bin('1 hour', x.since, '2000-01-01 00:00:00+00'), true WHERE x.level = 1 AND x.since >= m.minutes_from AND x.since < m.hours_until
+              UNION ALL
+              SELECT 3, date_bin('1 day', x.since, '2000-01-01 00:00:00+00'), true WHERE x.level = 2 AND x.since >= m.hours_from AND x.since < m.days_until
+              UNION ALL
+              SELECT 4, date_trunc('month', x.since, 'UTC'), true WHERE x.level = 3 AND x.since < m.months_until) b) l
+    GROUP BY l.queue, l.figure, l.level, l.since
+    HAVING coalesce(sum(l.amount) FILTER (WHERE NOT l.fine), 0) <> coalesce(sum(l.amount) FILTER (WHERE l.fine), 0)
 $$;
 REVOKE ALL ON FUNCTION stint.check() FROM PUBLIC;
 COMMENT ON FUNCTION stint.check() IS

@@ -2,12 +2,14 @@
 //! they install, and what happens when the library is loaded. Nouns (tables, views, grants, COMMENTs) are in `sql/`, verbs are in the modules here, and what
 //! needs no server is in `crates/core`.
 
+mod accounting;
 mod budget;
 mod changelog;
 mod errors;
 mod guard;
 mod guc;
 mod input;
+mod object_lock;
 mod queue;
 mod relation;
 mod savepoint;
@@ -36,7 +38,8 @@ extension_sql_file!("../sql/40_state.sql", name = "state", requires = ["queue_op
 extension_sql_file!("../sql/50_changelog.sql", name = "changelog", requires = ["state"]);
 extension_sql_file!("../sql/52_task_events.sql", name = "task_events", requires = ["changelog"]);
 extension_sql_file!("../sql/55_snapshot.sql", name = "snapshot", requires = ["task_events"]);
-extension_sql_file!("../sql/70_worker.sql", name = "worker", requires = ["snapshot"]);
+extension_sql_file!("../sql/60_accounting.sql", name = "accounting", requires = ["snapshot"]);
+extension_sql_file!("../sql/70_worker.sql", name = "worker", requires = ["accounting"]);
 extension_sql_file!("../sql/80_check.sql", name = "check", requires = ["worker"]);
 extension_sql_file!("../sql/90_doctor.sql", name = "doctor", requires = ["check"]);
 

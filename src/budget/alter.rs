@@ -34,20 +34,11 @@ static THROTTLE: Statement = Statement::new(
     &[pg_sys::TEXTOID, pg_sys::TIMESTAMPTZOID],
 );
 
-/// The queues some of whose tasks draw on the budget.
-static QUEUES: Statement = Statement::new(
-    c"select q.number
-      from stint.budget_config b
-      join stint.queue_config q
-        on b.budget = any (q.budgets) or exists (select from stint.lanes l where l.queue = q.queue and b.number = any (l.budgets))
-      where b.budget = $1",
-    &[pg_sys::TEXTOID],
-);
+static NUMBER: Statement = Statement::new(c"select b.number from stint.budget_config b where b.budget = $1", &[pg_sys::TEXTOID]);
 
 /// Has a waiter of each queue concerned look for what has room now, when the change is committed.
 fn wake(session: &Session, name: &str) {
-    let queues = session.run(&QUEUES, &[arg(name)]);
-    (0..queues.len()).for_each(|at| waiters::ready(queues.must(at, 1), 1));
+    waiters::room(&[session.run(&NUMBER, &[arg(name)]).must(0, 1)]);
 }
 
 /// See the SQL COMMENT of stint.alter_budget.

@@ -104,7 +104,7 @@ pub fn micros(amount: Option<RawNumeric>) -> i64 {
 }
 
 /// Has what a running row of a queue reserved released when this transaction commits, and its windows settled with what the attempt used, or with nothing where
-/// it was `released`: as if it had never begun. A waiter of the queue then looks for what has room. Returns what each budget is charged. Without reported
+/// it was `released`: as if it had never begun. A waiter of each queue that draws on them then looks for what has room. Returns what each budget is charged. Without reported
 /// tokens the reservation stays charged: nothing is known that would be truer.
 pub fn settle(session: &Session, name: &str, held: &Held, began: Instant, ended: Instant, released: bool, used: Used) -> Vec<i64> {
     enter();
@@ -122,7 +122,7 @@ pub fn settle(session: &Session, name: &str, held: &Held, began: Instant, ended:
         budgets::release(instance, *number, Usage { running: 1, tokens: *reserved }, began, ended, settlement);
         charges.push(charged);
     }
-    waiters::ready(queue.map_or(0, |queue| queue.number), 1);
+    waiters::room(&held.budgets);
     charges
 }
 

@@ -1,9 +1,11 @@
 //! Epochs: transaction ids, leases and schedules mean something in the database they were given out in. A restored or cloned database has those of another one,
 //! so nothing is claimed, swept, fired, captured, ticked or pinned there until `stint.activate()` closes that epoch and opens its own; what there is stays readable.
 
-use super::{feed, tick};
+use super::feed;
+use crate::accounting::roll_up;
 use crate::errors::Fault;
 use crate::input;
+use crate::object_lock::{self, Lock};
 use crate::shmem::{self, Instance, config, heads};
 use crate::spi::{Identity, Session, Statement, arg, connect};
 use pgrx::prelude::*;
@@ -99,7 +101,8 @@ fn activate(keep_leases: Option<bool>) -> i32 {
     let keep_leases = input::given("keep_leases", keep_leases);
     connect(|session| {
         let _owner = Identity::owner();
-        tick::lock(false);
+        object_lock::take(Lock::Ticks, false);
+        roll_up::activate(session);
         match current(session) {
             Some((_, false)) => {
                 session.run(&CLOSE, &[]);

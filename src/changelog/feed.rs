@@ -5,8 +5,8 @@
 //! on to them. The events of a queue's tick are those visible in its snapshot and not in that of the tick before, ordered by seq; the positions of a tick are
 //! the `events` up to its `end_pos`.
 
-use super::tick;
 use crate::guc;
+use crate::object_lock::{self, Lock};
 use crate::spi::{Identity, Session, Statement, arg, connect};
 use crate::values::{Instant, SECOND};
 use crate::{input, shmem};
@@ -92,7 +92,7 @@ pub fn close(session: &Session) {
 /// One round for the maintenance worker, in a transaction that has written nothing. Does not wait: where another session holds the tick lock, that one ticks.
 pub fn step() -> bool {
     connect(|session| {
-        if tick::lock(true) {
+        if object_lock::take(Lock::Ticks, true) {
             advance(session, &snapshot(session));
         }
     });

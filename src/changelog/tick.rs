@@ -4,8 +4,8 @@
 //! is taken: its own id would count as ended in it.
 
 use super::{epoch, feed};
-use crate::errors::Fault;
-use crate::spi::{Identity, Session, Statement, arg, connect, home};
+use crate::object_lock::{self, Lock};
+use crate::spi::{Identity, Session, Statement, arg, connect};
 use pgrx::prelude::*;
 
 static PREVIOUS: Statement = Statement::new(
@@ -38,10 +38,10 @@ static TICK: Statement = Statement::new(
 /// Makes a tick if something was committed since the last. For the worker, inside a transaction of its own that has written nothing. Answers false, since one
 /// tick takes everything there is. Does not wait: where another session holds the tick lock, that one ticks.
 pub fn step() -> bool {
-    refuse_written();
+    object_lock::refuse_written("tick", "stint.tick()");
     connect(|session| {
         let _owner = Identity::owner();
-        if epoch::current(session).is_some() && lock(true) {
+        if epoch::current(session).is_some() && object_lock::take(Lock::Ticks, true) {
             advance(session);
         }
     });
@@ -52,11 +52,11 @@ pub fn step() -> bool {
 #[pg_extern(sql = false)]
 fn tick() -> i64 {
     crate::shmem::required();
-    refuse_written();
+    object_lock::refuse_written("tick", "stint.tick()");
     connect(|session| {
         let _owner = Identity::owner();
         epoch::refuse_in_copy(session);
-        lock(false);
+        object_lock::take(Lock::Ticks, false);
         let snapshot = feed::snapshot(session);
         let end = advance(session);
         feed::advance(session, &snapshot);
@@ -79,39 +79,4 @@ fn advance(session: &Session) -> i64 {
     let snapshot: String = changed.must(0, 1);
     session.run(&TICK, &[arg(epoch), arg(number + 1), arg(snapshot), arg(end + count), changed.lift(0, 3)]);
     end + count
-}
-
-fn refuse_written() {
-    // SAFETY: reads this backend's transaction state.
-    let (written, fixed) =
-        unsafe { (pg_sys::GetTopTransactionIdIfAny() != pg_sys::InvalidTransactionId, pg_sys::XactIsoLevel >= pg_sys::XACT_REPEATABLE_READ as i32) };
-    let what = if written {
-        "has written something"
-    } else if fixed {
-        "does not run under READ COMMITTED"
-    } else {
-        return;
-    };
-    Fault::new(PgSqlErrorCode::ERRCODE_ACTIVE_SQL_TRANSACTION, format!("cannot tick in a transaction that {what}"))
-        .hint("Call stint.tick() in a transaction of its own under READ COMMITTED.")
-        .raise()
-}
-
-/// Takes the tick lock until the transaction ends: an object lock on the schema, under a sub-id that nothing else uses, because it takes no transaction id,
-/// writes nothing, disturbs no vacuum and cannot be taken by users. Answers false where it is held and `conditional` says not to wait.
-pub fn lock(conditional: bool) -> bool {
-    const TICKS: u16 = 1;
-    // SAFETY: a lock tag as SET_LOCKTAG_OBJECT makes it.
-    unsafe {
-        let tag = pg_sys::LOCKTAG {
-            locktag_field1: pg_sys::MyDatabaseId.to_u32(),
-            locktag_field2: pg_sys::NamespaceRelationId.to_u32(),
-            locktag_field3: home().schema.to_u32(),
-            locktag_field4: TICKS,
-            locktag_type: pg_sys::LockTagType::LOCKTAG_OBJECT as u8,
-            locktag_lockmethodid: pg_sys::DEFAULT_LOCKMETHOD as u8,
-        };
-        let got = pg_sys::LockAcquire(&tag, pg_sys::ExclusiveLock as i32, false, conditional);
-        got != pg_sys::LockAcquireResult::LOCKACQUIRE_NOT_AVAIL
-    }
 }

@@ -259,6 +259,7 @@ fn take_budgeted(session: &Session, name: &str, queue: &Queue, wish: &Wish) -> V
     if !all.is_empty() {
         // What one ended attempt gave back may be room for more than one task: each claim that found some sends the next waiter to look.
         waiters::ready(queue.number, 1);
+        waiters::reserved(queue.budget_bits());
     }
     all
 }
@@ -489,8 +490,11 @@ fn wait_and_claim(name: &str, wish: &Wish, wait: i64, fcinfo: pg_sys::FunctionCa
     let until = Instant::now().plus(wait);
     // A wake-up is for one task. A session that waits for some agents only would swallow it where the task is for another, so it does not stand among the
     // sleepers but looks by itself.
-    let number = spi::connect(|session| config::find(session, name).number);
-    let waiter = wish.agents.is_none().then(|| waiters::Waiter::join(number));
+    let (number, budgets) = spi::connect(|session| {
+        let queue = config::find(session, name);
+        (queue.number, queue.budget_bits())
+    });
+    let waiter = wish.agents.is_none().then(|| waiters::Waiter::join(number, budgets));
     loop {
         let claimed = find_and_try(name, wish);
         let left = until.ms_since(Instant::now());

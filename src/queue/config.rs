@@ -3,7 +3,7 @@
 
 use crate::changelog::epoch;
 use crate::errors::{self, Fault};
-use crate::shmem::{self, Instance, budgets, config, heads};
+use crate::shmem::{self, Instance, budgets, config, heads, waiters};
 use crate::spi::{Session, Statement, arg};
 use crate::values::Instant;
 use pgrx::prelude::*;
@@ -128,6 +128,11 @@ pub struct Queue {
 }
 
 impl Queue {
+    /// The budgets that some lane draws on, as waiters know them.
+    pub fn budget_bits(&self) -> u64 {
+        waiters::budget_bits(self.budgets.iter().map(|budget| budget.number))
+    }
+
     /// The lane of that number.
     pub fn lane(&self, lane: i32) -> Option<&Lane> {
         self.lanes.iter().find(|l| l.lane == lane)

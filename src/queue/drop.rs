@@ -5,6 +5,7 @@
 //! several. Whoever read the queue before and writes after finds the configuration's generation moved (`config::still_stands`).
 
 use super::config;
+use crate::accounting::roll_up;
 use crate::budget::live::{self, Held, Used};
 use crate::errors::Fault;
 use crate::input;
@@ -154,6 +155,7 @@ fn drop_queue(queue: Option<&str>, force: Option<bool>) {
         for delete in &REST {
             session.run(delete, &[arg(name)]);
         }
+        roll_up::drop_queue(session, name);
         let lanes = session.run(&LANES, &[arg(name)]);
         for at in 0..lanes.len() {
             heads::gone(Instance::here(), lanes.must(at, 1));

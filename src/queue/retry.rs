@@ -14,9 +14,14 @@ use crate::{input, shmem};
 use pgrx::prelude::*;
 use std::collections::HashSet;
 
+/// Of the tasks it depended on, those that are still known.
 static TASK: Statement = Statement::new(
-    c"select o.outcome::text, f.key::text, f.group_key::text, f.group_seq is not null, coalesce(f.depends_on, '{}'), f.on_dependency_failure::text,
-             f.lane, f.priority, f.tokens
+    c"select o.outcome::text, f.key::text, f.group_key::text, f.group_seq is not null,
+             array(select d.id
+                   from unnest(f.depends_on) as d (id)
+                   cross join lateral (select from stint.task_facts k where k.queue = f.queue and k.id = d.id limit 1) as known
+                   order by d.id),
+             f.on_dependency_failure::text, f.lane, f.priority, f.tokens
       from stint.task_facts f
       left join stint.task_outcomes o on o.queue = f.queue and o.id = f.id
       where f.queue = $1 and f.id = $2",
@@ -29,15 +34,15 @@ static LOCK: Statement =
 static TAKE_BACK: Statement = Statement::new(
     c"delete from stint.task_outcomes o
       where o.queue = $1 and o.id = $2 and o.outcome in ('failed', 'cancelled')
-      returning o.outcome::text, o.attempt, o.lease, o.finished_at, o.error",
+      returning o.outcome::text, o.attempt, o.lease, o.finished_at, o.error, o.incarnation, o.xact",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID],
 );
 
 static FORGIVE: Statement = Statement::new(c"delete from stint.follow_ups u where u.queue = $1 and u.id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
 
 static RECORD: Statement = Statement::new(
-    c"insert into stint.task_retries (queue, id, retry, retried_at, outcome, attempt, lease, finished_at, error)
-      select $1, $2, coalesce(max(t.retry), 0) + 1, $3, $4, $5, $6, $7, $8
+    c"insert into stint.task_retries (queue, id, retry, retried_at, outcome, attempt, lease, finished_at, error, outcome_incarnation, outcome_xact)
+      select $1, $2, coalesce(max(t.retry), 0) + 1, $3, $4, $5, $6, $7, $8, $9, $10
       from stint.task_retries t
       where t.queue = $1 and t.id = $2",
     &[
@@ -49,6 +54,8 @@ static RECORD: Statement = Statement::new(
         pg_sys::UUIDOID,
         pg_sys::TIMESTAMPTZOID,
         pg_sys::TEXTOID,
+        pg_sys::INT4OID,
+        pg_sys::XID8OID,
     ],
 );
 
@@ -131,6 +138,8 @@ fn revive_one(session: &Session, name: &str, queue: &Queue, gate: &mut Gate, tas
             arg(row.get::<pgrx::Uuid>(0, 3)),
             arg(row.get::<Instant>(0, 4)),
             arg(row.get::<String>(0, 5)),
+            row.lift(0, 6),
+            row.lift(0, 7),
         ],
     );
     let ticket = Ticket { attempt, ..task.ticket };

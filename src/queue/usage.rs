@@ -33,7 +33,7 @@ static LATE: Statement = Statement::new(
 );
 
 /// The key under which a late callback's own usage is kept.
-const CALLBACK: &str = "callback";
+pub const CALLBACK: &str = "callback";
 
 /// The usage arguments of `complete` and `fail`.
 #[derive(Clone, Copy, Default)]
@@ -109,32 +109,21 @@ impl<'a> Usage<'a> {
         ]
     }
 
+    /// Whether nothing is said at all.
+    pub fn is_empty(&self) -> bool {
+        self.params().iter().all(Option::is_none)
+    }
+
     /// Keeps the usage of an attempt that had ended before its callback came; a repeated callback adds nothing.
     pub fn keep_late(&self, session: &Session, name: &str, id: pgrx::Uuid, attempt: i32, now: Instant) {
-        let values = self.params();
-        if values.iter().all(Option::is_none) {
-            return;
+        if !self.is_empty() {
+            self.keep(session, name, id, attempt, CALLBACK, now);
         }
-        let [run_id, trace_id, model, input, cached, output, model_cost, compute_cost, confidence, meta] = values;
-        session.run(
-            &LATE,
-            &[
-                arg(name),
-                arg(id),
-                arg(attempt),
-                arg(CALLBACK),
-                arg(now),
-                run_id,
-                trace_id,
-                model,
-                input,
-                cached,
-                output,
-                model_cost,
-                compute_cost,
-                confidence,
-                meta,
-            ],
-        );
+    }
+
+    /// Keeps usage beside the attempt, once for each key. False where the key is there already.
+    pub fn keep(&self, session: &Session, name: &str, id: pgrx::Uuid, attempt: i32, key: &str, now: Instant) -> bool {
+        let place = [arg(name), arg(id), arg(attempt), arg(key), arg(now)];
+        !session.run(&LATE, &[place.as_slice(), &self.params()].concat()).is_empty()
     }
 }

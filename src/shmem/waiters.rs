@@ -1,6 +1,6 @@
 //! Sessions that wait for work in the server. Those of one queue sleep on one condition variable; a committed enqueue signals one waiter for each task. A
 //! signal that reaches a session which is then cancelled is passed on, and a claim that rolls back signals again, so no wake-up is lost; what no callback
-//! reports (COMMIT PREPARED) is found by looking once a second.
+//! reports (COMMIT PREPARED) is found by looking once a second. Room in a budget signals one waiter of every queue that draws on it.
 
 use super::Lock;
 use crate::xact::Pending;
@@ -22,12 +22,16 @@ struct Slot {
     queue: AtomicU64,
     /// How many of its sessions wait. Others may take the slot when there are none.
     sleepers: AtomicU32,
+    /// The budgets that the queue draws on, as [`budget_bits`].
+    budgets: AtomicU64,
 }
 
 /// In shared memory. Slots are given under [`Lock::Waiters`] and found without it: a signal is sent in a commit callback.
 #[repr(C)]
 pub struct Shared {
     slots: [Slot; SLOTS],
+    /// How many sleepers wait in queues that draw on budgets: while there are none, nobody looks through the slots for them.
+    budgeted: AtomicU32,
 }
 
 impl Shared {
@@ -49,6 +53,16 @@ pub enum Event {
         /// How many.
         tasks: u32,
     },
+    /// Made room in budgets.
+    Room {
+        /// The budgets, as [`budget_bits`].
+        budgets: u64,
+    },
+    /// Reserved of budgets, which have room again if it aborts.
+    Reserved {
+        /// The budgets, as [`budget_bits`].
+        budgets: u64,
+    },
     /// Took `tasks` tasks, which come back if it aborts.
     Taken {
         /// The queue's number.
@@ -61,7 +75,7 @@ pub enum Event {
 thread_local! {
     /// What this transaction did to queues.
     pub static PENDING: Pending<Event> = const { Pending::new() };
-    static WAITING_IN: Cell<Option<usize>> = const { Cell::new(None) };
+    static WAITING_IN: Cell<Option<(usize, bool)>> = const { Cell::new(None) };
 }
 
 /// A queue of this database among all.
@@ -80,6 +94,21 @@ fn reach(key: u64) -> impl Iterator<Item = usize> {
 /// Notes that `tasks` tasks of `queue` become claimable when this transaction commits.
 pub fn ready(queue: i32, tasks: usize) {
     PENDING.with(|p| p.push(Event::Ready { queue, tasks: u32::try_from(tasks).unwrap_or(u32::MAX) }));
+}
+
+/// One bit for each budget's number, shared by every 64th: a signal too many is a look too many, no more.
+pub fn budget_bits(numbers: impl Iterator<Item = i32>) -> u64 {
+    numbers.fold(0, |bits, number| bits | 1 << (number.unsigned_abs() % u64::BITS))
+}
+
+/// Notes that these budgets have room when this transaction commits.
+pub fn room(numbers: &[i32]) {
+    PENDING.with(|p| p.push(Event::Room { budgets: budget_bits(numbers.iter().copied()) }));
+}
+
+/// Notes that this transaction reserved of these budgets.
+pub fn reserved(budgets: u64) {
+    PENDING.with(|p| p.push(Event::Reserved { budgets }));
 }
 
 /// Notes that this transaction took `tasks` tasks of `queue`.
@@ -112,24 +141,47 @@ fn signal(queue: i32, times: u32) {
     }
 }
 
-/// At commit: wakes one waiter for each task made ready.
-pub fn commit(event: &Event) {
-    if let Event::Ready { queue, tasks } = event {
-        signal(*queue, *tasks);
+/// Wakes one waiter of each queue of this database that draws on one of the budgets.
+fn signal_room(budgets: u64) {
+    let Some(shared) = super::get() else { return };
+    if shared.waiters.budgeted.load(Ordering::SeqCst) == 0 {
+        return;
+    }
+    let here = key(0);
+    for slot in &shared.waiters.slots {
+        let draws = slot.budgets.load(Ordering::SeqCst) & budgets != 0 && slot.queue.load(Ordering::SeqCst) & !u64::from(u32::MAX) == here;
+        if draws && slot.sleepers.load(Ordering::SeqCst) > 0 {
+            // SAFETY: a condition variable in shared memory; signalling neither allocates nor raises.
+            unsafe { pg_sys::ConditionVariableSignal(variable(slot)) };
+        }
     }
 }
 
-/// At abort: what was taken is there again.
+/// At commit: wakes one waiter for each task made ready, and one of each queue for room in a budget.
+pub fn commit(event: &Event) {
+    match event {
+        Event::Ready { queue, tasks } => signal(*queue, *tasks),
+        Event::Room { budgets } => signal_room(*budgets),
+        Event::Reserved { .. } | Event::Taken { .. } => {}
+    }
+}
+
+/// At abort: what was taken is there again, and so is the room.
 pub fn abort(event: &Event) {
-    if let Event::Taken { queue, tasks } = event {
-        signal(*queue, *tasks);
+    match event {
+        Event::Taken { queue, tasks } => signal(*queue, *tasks),
+        Event::Reserved { budgets } => signal_room(*budgets),
+        Event::Ready { .. } | Event::Room { .. } => {}
     }
 }
 
 /// Gives up this session's place among the sleepers, if it has one; returns where it was.
 fn leave() -> Option<&'static Slot> {
-    let slot = slot(WAITING_IN.with(Cell::take)?)?;
+    let (at, budgeted) = WAITING_IN.with(Cell::take)?;
+    let shared = super::get()?;
+    let slot = &shared.waiters.slots[at];
     slot.sleepers.fetch_sub(1, Ordering::SeqCst);
+    shared.waiters.budgeted.fetch_sub(u32::from(budgeted), Ordering::SeqCst);
     Some(slot)
 }
 
@@ -164,12 +216,12 @@ pub struct Waiter {
 }
 
 impl Waiter {
-    /// Joins the sleepers of `queue`.
-    pub fn join(queue: i32) -> Self {
+    /// Joins the sleepers of `queue`, which draws on `budgets`.
+    pub fn join(queue: i32, budgets: u64) -> Self {
         // An error that left a place behind within this transaction was caught.
         pass_on();
-        let at = Self::take_place(key(queue));
-        WAITING_IN.with(|waiting| waiting.set(at));
+        let at = Self::take_place(key(queue), budgets);
+        WAITING_IN.with(|waiting| waiting.set(at.map(|at| (at, budgets != 0))));
         let slot = at.and_then(slot);
         if let Some(slot) = slot {
             // SAFETY: a condition variable in shared memory; cancelled in Drop and by any abort.
@@ -179,14 +231,16 @@ impl Waiter {
     }
 
     /// Counts this session in at the queue's slot, or at one in reach that nobody uses.
-    fn take_place(key: u64) -> Option<usize> {
+    fn take_place(key: u64, budgets: u64) -> Option<usize> {
         let shared = super::get()?;
         let slots = &shared.waiters.slots;
         let _held = super::lock(Lock::Waiters);
         let unused = |at: &usize| slots[*at].sleepers.load(Ordering::SeqCst) == 0;
         let at = reach(key).find(|at| slots[*at].queue.load(Ordering::SeqCst) == key).or_else(|| reach(key).find(unused))?;
         slots[at].queue.store(key, Ordering::SeqCst);
+        slots[at].budgets.store(budgets, Ordering::SeqCst);
         slots[at].sleepers.fetch_add(1, Ordering::SeqCst);
+        shared.waiters.budgeted.fetch_add(u32::from(budgets != 0), Ordering::SeqCst);
         Some(at)
     }
 

@@ -3,7 +3,7 @@
 //! the log and in `stint.maintenance`, and the others go on.
 
 use super::doorbells;
-use crate::{budget, changelog, queue};
+use crate::{accounting, budget, changelog, queue};
 
 /// When a step runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -39,5 +39,6 @@ pub const STEPS: &[Step] = &[
     Step { name: "tick task events", when: When::RoundAndBell, run: changelog::feed::step },
     Step { name: "trim task events", when: When::Round, run: changelog::feed::trim_step },
     Step { name: "trim consumers", when: When::Round, run: changelog::consumer::step },
+    Step { name: "roll up", when: When::Round, run: accounting::roll_up::step },
     Step { name: "doorbells", when: When::Bell, run: doorbells::step },
 ];

@@ -97,6 +97,15 @@ def test_a_retried_task_waits_for_what_is_live_again_by_its_old_policy(queue, po
     assert queue.status(id) == status
 
 
+def test_a_retry_waits_for_no_task_that_is_not_known_any_more(queue):
+    a, b = queue.enqueue(), queue.enqueue(priority=-1)
+    id = queue.enqueue(depends_on=[a, b])
+    queue.fail(queue.one())
+    for table in "task_attempts", "task_outcomes", "task_facts":
+        queue.conn.execute(f"DELETE FROM stint.{table} WHERE id = %s", (a,))
+    assert queue.retry(id) == ("retried", "blocked") and queue.task(id).why == f"waits for task {b}"
+
+
 def test_a_late_result_ends_a_task_that_a_retry_blocked(conn):
     queue = Queue(conn, max_attempts=1, strict_groups=True)
     late, other, depends = queue.enqueue(group_key="a"), queue.enqueue(group_key="a"), None

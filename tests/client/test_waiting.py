@@ -124,6 +124,26 @@ def test_room_in_a_budget_wakes_a_waiter(conn, connect, end):
     assert len(woken(sleeper)) == 1
 
 
+@pytest.mark.parametrize("end", ["complete", "rollback", "alter_budget"])
+def test_room_in_a_shared_budget_wakes_a_waiter_of_another_queue(conn, connect, end):
+    call(conn, "create_budget", name="b", max_running=1)
+    busy, other = Queue(conn, "busy", budgets=["b"]), Queue(conn, "other")
+    busy.enqueue()
+    other.enqueue(budgets=["b"])
+    session = connect(autocommit=False)
+    task = busy.by(session).one()
+    if end != "rollback":
+        session.commit()
+    sleeper = Sleeper(other, connect())
+    if end == "rollback":
+        session.rollback()
+    elif end == "complete":
+        busy.complete(task)
+    else:
+        call(conn, "alter_budget", name="b", max_running=2)
+    assert len(woken(sleeper)) == 1
+
+
 @pytest.mark.parametrize("how", ["statement_timeout", "cancel", "terminate"])
 def test_a_waiter_can_be_stopped_at_once(queue, connect, how):
     session = connect()

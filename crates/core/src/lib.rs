@@ -3,8 +3,10 @@
 pub mod backoff;
 pub mod budget;
 pub mod cron;
+pub mod histogram;
 pub mod ids;
 pub mod names;
+pub mod rollup;
 pub mod snapshot;
 pub mod state;
 pub mod verdict;
