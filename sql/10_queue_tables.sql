@@ -29,10 +29,13 @@ CREATE TABLE stint.queue_config (
     paused          boolean NOT NULL,
     strict_groups   boolean NOT NULL,
     events          boolean NOT NULL,
+    history_retention interval,
+    history_archive text NOT NULL DEFAULT 'drop' CHECK (history_archive IN ('drop', 'detach')),
+    history_class   smallint NOT NULL DEFAULT 0,
     comment         text,
     created_at      timestamptz NOT NULL DEFAULT clock_timestamp()
 );
-COMMENT ON TABLE stint.queue_config IS 'Queues and their settings; made by stint.create_queue';
+COMMENT ON TABLE stint.queue_config IS 'Queues and their settings; made by stint.create_queue. history_class: the class (stint.history_classes) of tasks enqueued from now on';
 
 CREATE TABLE stint.budget_config (
     budget          text COLLATE "C" PRIMARY KEY,
@@ -62,6 +65,24 @@ CREATE TABLE stint.lanes (
 );
 COMMENT ON TABLE stint.lanes IS 'The lines tasks wait in: one for each queue and set of budgets';
 
+-- History: what every task was (task_facts), each of its ended attempts and how it ended. Partitioned by retention class, which is the last byte of a task's id, and
+-- in each class by time, which are the first bytes of the id; so the id alone says the partition, and a query that has an id looks into one partition of each class,
+-- or into one at all where it compares the class, get_byte(uuid_send(id), 15), too. The partitions of a class, stint.task_facts_c1, and of a period,
+-- stint.task_facts_c1_20260131, are made at run time (src/history), so they are no members of the extension and a dump carries them as ordinary tables. Their
+-- keys and indexes are their own (src/history/make.rs): an id belongs to one partition, so what is unique there is unique. An index of the tables here would be in the way of a
+-- restore: CREATE EXTENSION makes it before the partitions are attached, which then get theirs before the dump makes them. There is no default partition.
+
+CREATE TABLE stint.history_classes (
+    class           smallint PRIMARY KEY,
+    retention       interval,
+    archive         text NOT NULL,
+    width           interval NOT NULL
+);
+COMMENT ON TABLE stint.history_classes IS
+'Retentions that queues have, or had: how long the history of a task is kept after it finished (null: for ever), whether partitions past it are dropped or detached, and how
+much time one partition holds. A row never changes, since tasks carry their class in their id';
+INSERT INTO stint.history_classes (class, retention, archive, width) VALUES (0, NULL, 'drop', '30 days');
+
 CREATE TABLE stint.task_facts (
     queue           text COLLATE "C" NOT NULL,
     id              uuid NOT NULL,
@@ -80,9 +101,8 @@ CREATE TABLE stint.task_facts (
     depends_on      uuid[],
     on_dependency_failure text COLLATE "C",
     labels          jsonb,
-    payload         jsonb NOT NULL,
-    PRIMARY KEY (queue, id)
-);
+    payload         jsonb NOT NULL
+) PARTITION BY LIST (get_byte(uuid_send(id), 15));
 COMMENT ON TABLE stint.task_facts IS 'What a task was when it was enqueued; insert-only';
 
 CREATE SEQUENCE stint.task_seq;
@@ -176,12 +196,8 @@ CREATE TABLE stint.task_attempts (
     reserved        bigint[],
     charged         bigint[],
     incarnation     int NOT NULL DEFAULT stint.incarnation(),
-    xact            xid8 NOT NULL DEFAULT pg_catalog.pg_current_xact_id(),
-    PRIMARY KEY (queue, id, attempt)
-);
-CREATE INDEX task_attempts_xact ON stint.task_attempts (incarnation, xact);
--- Read once after a start, to rebuild the budgets' windows; as small as an index on rows that come in the order of time can be.
-CREATE INDEX task_attempts_ended ON stint.task_attempts USING brin (ended_at);
+    xact            xid8 NOT NULL DEFAULT pg_catalog.pg_current_xact_id()
+) PARTITION BY LIST (get_byte(uuid_send(id), 15));
 COMMENT ON TABLE stint.task_attempts IS 'Every ended attempt, with how it ended, the usage its callback reported, and what it reserved and was charged of each budget; insert-only';
 
 -- Usage that came by another way than the call that ended the attempt: a lapsed worker's callback, a bill. The key makes it once.
@@ -218,10 +234,8 @@ CREATE TABLE stint.task_outcomes (
     error           text,
     result          jsonb,
     incarnation     int NOT NULL DEFAULT stint.incarnation(),
-    xact            xid8 NOT NULL DEFAULT pg_catalog.pg_current_xact_id(),
-    PRIMARY KEY (queue, id)
-);
-CREATE INDEX task_outcomes_xact ON stint.task_outcomes (incarnation, xact);
+    xact            xid8 NOT NULL DEFAULT pg_catalog.pg_current_xact_id()
+) PARTITION BY LIST (get_byte(uuid_send(id), 15));
 COMMENT ON TABLE stint.task_outcomes IS 'How each finished task ended; insert-only, but for a retry, which moves the row to stint.task_retries';
 
 -- What stint.retry took back. The attempts up to this one no longer count against max_attempts.
@@ -269,6 +283,7 @@ SELECT pg_catalog.pg_extension_config_dump('stint.queue_config', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.queue_config_number_seq', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.budget_config', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.budget_config_number_seq', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.history_classes', 'WHERE class <> 0');
 SELECT pg_catalog.pg_extension_config_dump('stint.lanes', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.lanes_lane_seq', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.task_facts', '');

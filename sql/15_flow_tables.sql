@@ -64,7 +64,8 @@ CREATE TABLE stint.events (
     payload         jsonb,
     emitted_at      timestamptz
 );
-COMMENT ON TABLE stint.events IS 'Events by name, each emitted at most once: the first committed payload stays';
+CREATE INDEX events_emitted ON stint.events (emitted_at);
+COMMENT ON TABLE stint.events IS 'Events by name, each emitted at most once: the first committed payload stays, as long as stint.event_retention says';
 
 SELECT pg_catalog.pg_extension_config_dump('stint.place_blocked', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.task_dependencies', '');

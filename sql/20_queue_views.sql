@@ -1,8 +1,10 @@
 -- What users and psql see of the queue. No view shows a lease: it is the right to end an attempt.
+-- Joins on an id compare its class too, so that they look into one partition of the history.
 
 CREATE VIEW stint.queues AS
 SELECT q.queue, q.lease_for, q.max_attempts, q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
-       q.budgets, q.key_retention, q.late_result, q.notify, q.max_run_time, q.paused, q.strict_groups, q.events, q.comment, q.created_at
+       q.budgets, q.key_retention, q.late_result, q.notify, q.max_run_time, q.paused, q.strict_groups, q.events, q.comment, q.created_at,
+       q.history_retention, q.history_archive
 FROM stint.queue_config q;
 COMMENT ON VIEW stint.queues IS 'Queues and their settings';
 
@@ -22,7 +24,7 @@ CROSS JOIN LATERAL (
     UNION ALL
     SELECT 'scheduled', CASE WHEN s.event IS NOT NULL THEN 'awaits event "' || s.event || '"'
                                 WHEN s.attempt = 0 THEN 'delayed'
-                                WHEN (SELECT a.ended FROM stint.task_attempts a WHERE a.queue = s.queue AND a.id = s.id AND a.attempt = s.attempt) = 'snoozed'
+                                WHEN (SELECT a.ended FROM stint.task_attempts a WHERE a.queue = s.queue AND a.id = s.id AND get_byte(uuid_send(a.id), 15) = get_byte(uuid_send(s.id), 15) AND a.attempt = s.attempt) = 'snoozed'
                                 THEN 'snoozed' ELSE 'retry' END, s.priority, s.attempt, NULL, s.run_at, NULL, NULL, NULL, NULL
     FROM stint.place_scheduled s WHERE s.queue = f.queue AND s.id = f.id
     UNION ALL
@@ -40,7 +42,7 @@ CROSS JOIN LATERAL (
     FROM stint.place_running r WHERE r.queue = f.queue AND r.id = f.id
     UNION ALL
     SELECT o.outcome, o.error, NULL, o.attempt, NULL, NULL, NULL, NULL, o.finished_at, NULL
-    FROM stint.task_outcomes o WHERE o.queue = f.queue AND o.id = f.id
+    FROM stint.task_outcomes o WHERE o.queue = f.queue AND o.id = f.id AND get_byte(uuid_send(o.id), 15) = get_byte(uuid_send(f.id), 15)
 ) p;
 COMMENT ON VIEW stint.tasks IS
 'Every task with its status: scheduled, blocked, ready, running, completed, failed or cancelled, and why. priority: as stint.reprioritize left it, while the task lives.
@@ -49,7 +51,7 @@ Find tasks by label with labels @> ''{"customer": 7}'': with a queue and a time 
 CREATE VIEW stint.task_payloads AS
 SELECT f.queue, f.id, f.payload, o.result
 FROM stint.task_facts f
-LEFT JOIN stint.task_outcomes o ON o.queue = f.queue AND o.id = f.id;
+LEFT JOIN stint.task_outcomes o ON o.queue = f.queue AND o.id = f.id AND get_byte(uuid_send(o.id), 15) = get_byte(uuid_send(f.id), 15);
 COMMENT ON VIEW stint.task_payloads IS 'What each task was given and, once completed, what came of it; granted apart from stint.tasks';
 
 CREATE VIEW stint.attempts AS
@@ -65,7 +67,7 @@ SELECT a.queue, a.id, a.attempt, a.ended, a.worker, f.agent, a.started_at, a.end
        coalesce(a.meta, u.meta) AS meta,
        u.recorded_at AS usage_came_late_at
 FROM stint.task_attempts a
-JOIN stint.task_facts f ON f.queue = a.queue AND f.id = a.id
+JOIN stint.task_facts f ON f.queue = a.queue AND f.id = a.id AND get_byte(uuid_send(f.id), 15) = get_byte(uuid_send(a.id), 15)
 CROSS JOIN LATERAL (
     SELECT count(*) AS bills, max(l.recorded_at) AS recorded_at,
            (array_agg(l.run_id ORDER BY l.recorded_at, l.key) FILTER (WHERE l.run_id IS NOT NULL))[1] AS run_id,
@@ -86,7 +88,7 @@ SELECT q.queue, q.paused,
        (SELECT count(*) FROM stint.place_ready w WHERE w.queue = q.queue) AS ready,
        (SELECT count(*) FROM stint.place_running r WHERE r.queue = q.queue) AS running,
        coalesce(o.completed, 0) AS completed, coalesce(o.failed, 0) AS failed, coalesce(o.cancelled, 0) AS cancelled,
-       (SELECT min(f.enqueued_at) FROM stint.place_ready w JOIN stint.task_facts f ON f.queue = w.queue AND f.id = w.id
+       (SELECT min(f.enqueued_at) FROM stint.place_ready w JOIN stint.task_facts f ON f.queue = w.queue AND f.id = w.id AND get_byte(uuid_send(f.id), 15) = get_byte(uuid_send(w.id), 15)
         WHERE w.queue = q.queue) AS oldest_ready
 FROM stint.queue_config q
 LEFT JOIN (

@@ -16,12 +16,14 @@ CREATE FUNCTION stint.create_queue(
     max_run_time interval DEFAULT NULL,
     paused boolean DEFAULT false,
     strict_groups boolean DEFAULT false,
+    history_retention interval DEFAULT NULL,
+    history_archive text DEFAULT 'drop',
     events boolean DEFAULT false
 ) RETURNS void
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'create_queue_wrapper';
-REVOKE ALL ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text, interval, boolean, boolean, boolean) FROM PUBLIC;
-COMMENT ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text, interval, boolean, boolean, boolean) IS
+REVOKE ALL ON FUNCTION stint.create_queue FROM PUBLIC;
+COMMENT ON FUNCTION stint.create_queue IS
 'Makes a queue.
 lease_for: how long a claim holds a task unless the task or the claim says otherwise; longer than the worker''s worst pause.
 max_attempts: attempts that may fail or lapse before the task fails.
@@ -33,7 +35,9 @@ notify: whether changes ring the channel stint_queue (a coalesced doorbell sent 
 max_run_time: the longest an attempt may run: no heartbeat keeps its lease longer, so the sweep takes it back (the attempt counts). paused: whether claims find nothing for now.
 strict_groups: of the tasks with one group_key at most one runs at a time, and they run in the order of enqueueing whatever their priority; one that is scheduled,
 backs off, waits for other tasks or awaits an event holds up those behind it. Without it group_key is a label.
-events: whether every change of status of its tasks is kept for stint.task_events, for stint.event_retention; each costs one narrow row more in the transaction that makes it.
+events: whether every change of status of its tasks is kept for stint.task_events, for stint.task_event_retention; each costs one narrow row more in the transaction that makes it.
+history_retention: how long a task, its attempts and its outcome are kept after it finished, from 1 hour on; null: for ever. They go with their partition, a thirtieth of that time at once, so some are
+kept a little longer. A live task is never removed. Holds for tasks enqueued from now on. history_archive: ''drop'' removes partitions past it, ''detach'' moves them to the schema stint_archive, where they are yours to dump and drop.
 Errors: 42710 the queue exists; 42704 unknown budget; 22023 a value out of its bounds.';
 
 CREATE FUNCTION stint.create_budget(

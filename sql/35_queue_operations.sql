@@ -15,6 +15,8 @@ CREATE FUNCTION stint.alter_queue(
     comment text DEFAULT NULL,
     max_run_time interval DEFAULT NULL,
     paused boolean DEFAULT NULL,
+    history_retention interval DEFAULT NULL,
+    history_archive text DEFAULT NULL,
     events boolean DEFAULT NULL
 ) RETURNS void
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
@@ -22,6 +24,7 @@ AS 'MODULE_PATHNAME', 'alter_queue_wrapper';
 REVOKE ALL ON FUNCTION stint.alter_queue FROM PUBLIC;
 COMMENT ON FUNCTION stint.alter_queue IS
 'Changes a queue''s settings; the arguments are those of stint.create_queue, and null keeps what is there. max_run_time => ''0'' and comment => '''' take theirs away.
+history_retention => ''0'' keeps history for ever; it and history_archive hold for tasks enqueued from now on: those that are there keep what they were enqueued with.
 What runs goes on under the lease, deadline and budgets it was claimed with. events => true begins a new feed for stint.task_events: transactions that began before
 this commits may leave changes out of it, and positions of an earlier feed are refused. Waits for: another open transaction that changes the same queue.
 Errors: 42704 unknown queue or budget; 22023 a value out of its bounds.';
@@ -65,7 +68,7 @@ REVOKE ALL ON FUNCTION stint.drop_queue FROM PUBLIC;
 COMMENT ON FUNCTION stint.drop_queue IS
 'Removes a queue. One that has tasks, live or finished, is refused (2BP01) unless force is true: then they go with their keys, attempts, usage and outcomes, and a worker
 that still runs one learns from its next call that the queue is unknown. Budgets stay.
-Locks task_facts, task_outcomes and the tables of live tasks against writers for its last step: it waits for open transactions that wrote to them, and other queues wait
+Locks the tables of live tasks against writers for its last step: it waits for open transactions that wrote to them, and other queues wait
 for it meanwhile; set lock_timeout. Errors: 42704 unknown queue; 2BP01 it has tasks; 25001 under REPEATABLE READ.';
 
 CREATE FUNCTION stint.enqueue_once(
@@ -211,7 +214,7 @@ CREATE VIEW stint.stuck AS
 SELECT r.queue, r.id, s.problem, r.worker, f.agent, r.attempt, r.started_at, r.heartbeat_at,
        coalesce(r.extended_until, r.expires_at) AS expires_at, r.deadline, r.run_id, r.trace_id
 FROM stint.place_running r
-JOIN stint.task_facts f ON f.queue = r.queue AND f.id = r.id
+JOIN stint.task_facts f ON f.queue = r.queue AND f.id = r.id AND get_byte(uuid_send(f.id), 15) = get_byte(uuid_send(r.id), 15)
 CROSS JOIN LATERAL (
     SELECT CASE WHEN r.deadline <= n.at THEN 'past max_run_time'
                 WHEN coalesce(r.extended_until, r.expires_at) <= n.at THEN 'lapsed'

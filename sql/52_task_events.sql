@@ -57,7 +57,7 @@ COMMENT ON FUNCTION stint.task_events(text, bigint, int, interval) IS
 after: the pos of the last row you dealt with; 0 begins with the oldest that is kept. max: most rows. wait: how long to sleep in the server while there is none, up to stint.max_wait.
 pos rises from row to row. status: scheduled, blocked, ready, running, completed, failed, cancelled, as in stint.tasks; a task that is reprioritized or asked to cancel changes none.
 attempt: the number of the last attempt, of the running one while it runs; worker: who runs it; why: the error or reason of an outcome, the event that is awaited.
-Shows what was committed before the last tick; the maintenance worker ticks at every doorbell and every stint.naptime, stint.tick() at once. Kept for stint.event_retention.
+Shows what was committed before the last tick; the maintenance worker ticks at every doorbell and every stint.naptime, stint.tick() at once. Kept for stint.task_event_retention.
 Writes nothing, takes no locks. Use in FROM. Errors: 72000 what lies after that position is not kept any more (begin again with 0 and look at stint.tasks);
 55000 the queue keeps no events; 42704 unknown queue; 22023 a position that was never given; 25001 wait under REPEATABLE READ; 54000 max above stint.max_batch, wait above stint.max_wait.';
 
@@ -66,5 +66,5 @@ LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'trim_task_events_wrapper';
 REVOKE ALL ON FUNCTION stint.trim_task_events(int) FROM PUBLIC;
 COMMENT ON FUNCTION stint.trim_task_events(int) IS
-'Removes at most max task events that are older than stint.event_retention, whole ticks at a time for readers: one who asks for a position before is told. Returns how many rows
+'Removes at most max task events that are older than stint.task_event_retention, whole ticks at a time for readers: one who asks for a position before is told. Returns how many rows
 went. The maintenance worker does this all the time; call it where none runs. Leaves a feed alone that another session trims. Errors: 54000 max above stint.max_batch.';

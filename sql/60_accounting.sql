@@ -174,10 +174,10 @@ FROM (
     SELECT u.queue, u.id, u.attempt, a.started_at, a.ended_at, a.ended,
            0, coalesce(u.model, a.model), u.input_tokens, u.cached_tokens, u.output_tokens, u.model_cost, u.compute_cost, u.confidence
     FROM stint.new_bills u
-    CROSS JOIN LATERAL (SELECT t.* FROM stint.task_attempts t WHERE t.queue = u.queue AND t.id = u.id AND t.attempt = u.attempt LIMIT 1) a
+    CROSS JOIN LATERAL (SELECT t.* FROM stint.task_attempts t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) AND t.attempt = u.attempt LIMIT 1) a
     WHERE NOT EXISTS (SELECT FROM stint.open_epochs p WHERE p.incarnation = a.incarnation AND NOT pg_catalog.pg_visible_in_snapshot(a.xact, p.snapshot))
 ) v
-CROSS JOIN LATERAL (SELECT t.agent, t.tokens, t.enqueued_at, t.run_at FROM stint.task_facts t WHERE t.queue = v.queue AND t.id = v.id LIMIT 1) f
+CROSS JOIN LATERAL (SELECT t.agent, t.tokens, t.enqueued_at, t.run_at FROM stint.task_facts t WHERE t.queue = v.queue AND t.id = v.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(v.id), 15) LIMIT 1) f
 CROSS JOIN LATERAL (
     SELECT v.attempts = 1 AND f.tokens > 0 AND v.ended IN ('completed', 'failed') AND (v.input_tokens IS NOT NULL OR v.output_tokens IS NOT NULL) AS measured
 ) m;
@@ -194,7 +194,7 @@ FROM (
     UNION ALL
     SELECT -1, y.queue, y.id, y.outcome, y.attempt, y.finished_at FROM stint.new_retries y
 ) o
-CROSS JOIN LATERAL (SELECT t.agent FROM stint.task_facts t WHERE t.queue = o.queue AND t.id = o.id LIMIT 1) f
+CROSS JOIN LATERAL (SELECT t.agent FROM stint.task_facts t WHERE t.queue = o.queue AND t.id = o.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(o.id), 15) LIMIT 1) f
 CROSS JOIN LATERAL (
     SELECT coalesce(sum(v.attempts), 0) AS attempts, coalesce(sum(v.input_tokens), 0) AS input_tokens, coalesce(sum(v.cached_tokens), 0) AS cached_tokens,
            coalesce(sum(v.output_tokens), 0) AS output_tokens, coalesce(sum(v.model_cost), 0) AS model_cost, coalesce(sum(v.compute_cost), 0) AS compute_cost,
@@ -214,7 +214,7 @@ CROSS JOIN LATERAL (
               AND (o.sign = 1
                    OR NOT EXISTS (SELECT FROM stint.open_epochs p WHERE p.incarnation = u.incarnation AND NOT pg_catalog.pg_visible_in_snapshot(u.xact, p.snapshot)))
         ) w
-        WHERE a.queue = o.queue AND a.id = o.id AND a.attempt <= o.attempt
+        WHERE a.queue = o.queue AND a.id = o.id AND get_byte(uuid_send(a.id), 15) = get_byte(uuid_send(o.id), 15) AND a.attempt <= o.attempt
     ) v
 ) s
 UNION ALL
@@ -224,10 +224,10 @@ SELECT pg_catalog.date_bin('1 minute', o.finished_at, '2000-01-01 00:00:00+00'),
        CASE WHEN o.outcome = 'completed' AND a.ended IN ('failed', 'lapsed') AND u.attempt <> o.attempt
             THEN coalesce(u.model_cost, 0) + coalesce(u.compute_cost, 0) ELSE 0 END
 FROM stint.new_bills u
-CROSS JOIN LATERAL (SELECT t.* FROM stint.task_outcomes t WHERE t.queue = u.queue AND t.id = u.id LIMIT 1) o
-CROSS JOIN LATERAL (SELECT t.ended FROM stint.task_attempts t WHERE t.queue = u.queue AND t.id = u.id AND t.attempt = u.attempt LIMIT 1) a
-CROSS JOIN LATERAL (SELECT t.agent FROM stint.task_facts t WHERE t.queue = u.queue AND t.id = u.id LIMIT 1) f
-LEFT JOIN LATERAL (SELECT t.model FROM stint.task_attempts t WHERE t.queue = u.queue AND t.id = u.id AND t.attempt = o.attempt LIMIT 1) l ON true
+CROSS JOIN LATERAL (SELECT t.* FROM stint.task_outcomes t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) LIMIT 1) o
+CROSS JOIN LATERAL (SELECT t.ended FROM stint.task_attempts t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) AND t.attempt = u.attempt LIMIT 1) a
+CROSS JOIN LATERAL (SELECT t.agent FROM stint.task_facts t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) LIMIT 1) f
+LEFT JOIN LATERAL (SELECT t.model FROM stint.task_attempts t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) AND t.attempt = o.attempt LIMIT 1) l ON true
 WHERE NOT EXISTS (SELECT FROM stint.open_epochs p WHERE p.incarnation = o.incarnation AND NOT pg_catalog.pg_visible_in_snapshot(o.xact, p.snapshot));
 COMMENT ON VIEW stint.task_tail IS 'For accounting: what the next roll-up adds to task_rollups, one row for each finished task, each late usage of one, and, below zero, each one taken back';
 

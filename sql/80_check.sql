@@ -28,7 +28,8 @@ AS $$
     FROM (SELECT p.queue, p.id, p.place AS what FROM places p
           UNION ALL SELECT o.queue, o.id, 'outcome' FROM stint.task_outcomes o
           UNION ALL SELECT e.queue, e.id, 'attempts' FROM ended e
-          UNION ALL SELECT k.queue, k.id, 'key ' || k.key FROM stint.task_keys k
+          -- A key may outlive the history of its task, where that is not kept for ever.
+          UNION ALL SELECT k.queue, k.id, 'key ' || k.key FROM stint.task_keys k WHERE get_byte(uuid_send(k.id), 15) = 0
           UNION ALL SELECT c.queue, c.id, 'checkpoint ' || c.step FROM stint.task_checkpoints c
           UNION ALL SELECT u.queue, u.id, 'late usage' FROM stint.usage_late u
           UNION ALL SELECT t.queue, t.id, 'retry ' || t.retry FROM stint.task_retries t) x

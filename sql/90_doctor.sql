@@ -94,6 +94,24 @@ findings (number, "check", ok, detail, remedy, advice) AS (
            'SELECT * FROM stint.check() names the rows; please report it. A budget that appears once and not again was only in the middle of a claim.', NULL
       FROM violations v
     UNION ALL
+    SELECT 123, 'history partitions are made ahead', count(*) FILTER (WHERE h.latest IS NULL OR h.latest <= s.now) = 0,
+           coalesce('not there yet for ' || string_agg(format('class %s (retention %s)', c.class, coalesce(c.retention::text, 'for ever')), ', ') FILTER (WHERE h.latest IS NULL OR h.latest <= s.now),
+                    'each retention in use has one for the time to come'),
+           'The maintenance worker makes them; an enqueue that finds none makes it itself, which takes some milliseconds. SELECT * FROM stint.maintain_history() makes them now.', NULL
+      FROM server s
+     CROSS JOIN stint.history_classes c
+      LEFT JOIN (SELECT p.retention_class, max(p.starts_at) AS latest FROM stint.history p WHERE p.attached GROUP BY 1) h ON h.retention_class = c.class
+     WHERE NOT s.standby AND EXISTS (SELECT FROM stint.queue_config q WHERE q.history_class = c.class AND q.created_at < s.now - s.patience)
+    UNION ALL
+    SELECT 125, 'history retention keeps up', count(*) = 0,
+           CASE WHEN count(*) = 0 THEN 'no partition is long past its retention'
+                ELSE format('%s past it for more than a quarter of it; the oldest: stint.%s, which expired at %s', count(*),
+                            (array_agg(p.partition ORDER BY p.expires_at))[1], min(p.expires_at)::timestamptz(0)) END,
+           'Either many of its tasks are live still or finished late (SELECT status, count(*) FROM stint.tasks WHERE stint.history_partition(id) = …), or something stands in the way: SELECT * FROM stint.maintain_history() says which.',
+           NULL
+      FROM stint.history p, server s
+     WHERE p.expires_at + p.retention / 4 < s.now
+    UNION ALL
     SELECT 130, 'autovacuum is on', current_setting('autovacuum')::boolean AND current_setting('track_counts')::boolean,
            format('autovacuum = %s, track_counts = %s', current_setting('autovacuum'), current_setting('track_counts')),
            'Turn both on: queue tables turn over fast, and without vacuum they only grow.', NULL

@@ -14,8 +14,10 @@ static MAX_DELAY_S: GucSetting<i32> = GucSetting::<i32>::new(366 * 24 * 3600);
 static MAX_WAIT_S: GucSetting<i32> = GucSetting::<i32>::new(60);
 static ALLOW_DROP: GucSetting<bool> = GucSetting::<bool>::new(false);
 static NAPTIME_MS: GucSetting<i32> = GucSetting::<i32>::new(500);
-static EVENT_RETENTION_S: GucSetting<i32> = GucSetting::<i32>::new(7 * 24 * 3600);
+static TASK_EVENT_RETENTION_S: GucSetting<i32> = GucSetting::<i32>::new(7 * 24 * 3600);
 static DOORBELL_MS: GucSetting<i32> = GucSetting::<i32>::new(50);
+static HISTORY_LOCK_MS: GucSetting<i32> = GucSetting::<i32>::new(200);
+static EVENT_RETENTION_S: GucSetting<i32> = GucSetting::<i32>::new(0);
 
 /// Registers the settings. Called once, from `_PG_init`.
 pub fn init() {
@@ -104,10 +106,10 @@ pub fn init() {
         GucFlags::UNIT_MS,
     );
     GucRegistry::define_int_guc(
-        c"stint.event_retention",
+        c"stint.task_event_retention",
         c"How long events of tasks are kept.",
         c"A reader that asks for older ones is refused, so that it never misses any unawares.",
-        &EVENT_RETENTION_S,
+        &TASK_EVENT_RETENTION_S,
         0,
         i32::MAX,
         GucContext::Sighup,
@@ -122,6 +124,26 @@ pub fn init() {
         60_000,
         GucContext::Sighup,
         GucFlags::UNIT_MS,
+    );
+    GucRegistry::define_int_guc(
+        c"stint.history_lock_timeout",
+        c"Longest the upkeep of history partitions waits for a lock.",
+        c"What it does not get in this time it tries again later; others wait behind it no longer than this. Keep it below deadlock_timeout.",
+        &HISTORY_LOCK_MS,
+        1,
+        60_000,
+        GucContext::Sighup,
+        GucFlags::UNIT_MS,
+    );
+    GucRegistry::define_int_guc(
+        c"stint.event_retention",
+        c"How long emitted events are kept; 0: for ever.",
+        c"An event that was let go of can be emitted anew. What a task awaited stays with the task.",
+        &EVENT_RETENTION_S,
+        0,
+        i32::MAX,
+        GucContext::Sighup,
+        GucFlags::UNIT_S,
     );
 }
 
@@ -218,12 +240,22 @@ pub fn naptime_ms() -> i64 {
     i64::from(NAPTIME_MS.get())
 }
 
-/// `stint.event_retention` in seconds.
-pub fn event_retention_s() -> i64 {
-    i64::from(EVENT_RETENTION_S.get())
+/// `stint.task_event_retention` in seconds.
+pub fn task_event_retention_s() -> i64 {
+    i64::from(TASK_EVENT_RETENTION_S.get())
 }
 
 /// `stint.doorbell_interval` in milliseconds.
 pub fn doorbell_ms() -> i64 {
     i64::from(DOORBELL_MS.get())
+}
+
+/// `stint.history_lock_timeout` in milliseconds.
+pub fn history_lock_timeout_ms() -> i32 {
+    HISTORY_LOCK_MS.get()
+}
+
+/// `stint.event_retention` in seconds; none where events are kept for ever.
+pub fn event_retention_s() -> Option<i64> {
+    Some(i64::from(EVENT_RETENTION_S.get())).filter(|seconds| *seconds > 0)
 }

@@ -8,6 +8,7 @@ mod changelog;
 mod errors;
 mod guard;
 mod guc;
+mod history;
 mod input;
 mod object_lock;
 mod queue;
@@ -40,7 +41,8 @@ extension_sql_file!("../sql/52_task_events.sql", name = "task_events", requires 
 extension_sql_file!("../sql/55_snapshot.sql", name = "snapshot", requires = ["task_events"]);
 extension_sql_file!("../sql/60_accounting.sql", name = "accounting", requires = ["snapshot"]);
 extension_sql_file!("../sql/70_worker.sql", name = "worker", requires = ["accounting"]);
-extension_sql_file!("../sql/80_check.sql", name = "check", requires = ["worker"]);
+extension_sql_file!("../sql/75_history.sql", name = "history", requires = ["worker"]);
+extension_sql_file!("../sql/80_check.sql", name = "check", requires = ["history"]);
 extension_sql_file!("../sql/90_doctor.sql", name = "doctor", requires = ["check"]);
 
 /// Settings always; shared memory, callbacks and the launcher only while the server starts, since they cannot be had later.

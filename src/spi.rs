@@ -180,6 +180,16 @@ impl Session {
         self.execute(statement.plan, statement.args, On::UsersTable, params)
     }
 
+    /// Runs a statement on our own tables that was prepared at run time to its end.
+    pub fn run_own(&self, statement: &Prepared, params: &[Param]) -> Rows {
+        self.execute(statement.plan, statement.args, On::OurTables, params)
+    }
+
+    /// As [`Session::run_own`], with what is committed now.
+    pub fn run_own_latest(&self, statement: &Prepared, params: &[Param]) -> Rows {
+        self.execute_with(statement.plan, statement.args, On::OurTables, params, execute_latest)
+    }
+
     /// Runs a kept statement that only reads, with the snapshot of the query that called us: for a STABLE function, whose answer must fit the rows that the
     /// rest of its query sees.
     pub fn read(&self, statement: &Statement, params: &[Param]) -> Rows {
@@ -249,6 +259,11 @@ pub struct Rows {
 }
 
 impl Rows {
+    /// What a statement returns that finds nothing.
+    pub fn none() -> Self {
+        Rows { table: std::ptr::null_mut(), count: 0 }
+    }
+
     /// Rows returned, or, without RETURNING, rows changed.
     pub fn len(&self) -> usize {
         self.count

@@ -1,6 +1,7 @@
 //! `stint.record_usage`: usage that comes by another way than the call that ended the attempt.
 
 use crate::errors::{self, Fault};
+use crate::history::{self, LeafStatement};
 use crate::queue::usage::{CALLBACK, Usage};
 use crate::queue::{config, late};
 use crate::spi::{self, Statement, arg};
@@ -9,12 +10,12 @@ use crate::{input, shmem};
 use pgrx::prelude::*;
 
 /// Keeps the task's rows from being dropped, with their queue or by age, until this transaction ends.
-static HOLD: Statement =
-    Statement::new(c"select from stint.task_facts f where f.queue = $1 and f.id = $2 for key share", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
+static HOLD: LeafStatement =
+    LeafStatement::new("select from {facts} f where f.queue = $1 and f.id = $2 for key share", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
 
 /// Whether the task has such an attempt, ended or running.
-static ATTEMPT: Statement = Statement::new(
-    c"select exists (select from stint.task_attempts a where a.queue = $1 and a.id = $2 and a.attempt = $3)
+static ATTEMPT: LeafStatement = LeafStatement::new(
+    "select exists (select from {attempts} a where a.queue = $1 and a.id = $2 and a.attempt = $3)
              or exists (select from stint.place_running r where r.queue = $1 and r.id = $2 and r.attempt = $3)",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID],
 );
@@ -84,10 +85,10 @@ fn record_usage(
     let _owner = spi::Identity::owner();
     spi::connect(|session| {
         config::find(session, name);
-        if session.run(&HOLD, &[arg(name), arg(id)]).is_empty() {
-            late::unknown_task(name, id)
+        if history::read(session, &HOLD, id, &[arg(name), arg(id)]).is_empty() {
+            late::unknown_task(session, name, id)
         }
-        if !session.run(&ATTEMPT, &[arg(name), arg(id), arg(attempt)]).must::<bool>(0, 1) {
+        if !history::read(session, &ATTEMPT, id, &[arg(name), arg(id), arg(attempt)]).must::<bool>(0, 1) {
             Fault::new(PgSqlErrorCode::ERRCODE_NO_DATA_FOUND, format!("task {id} of queue \"{name}\" has no attempt {attempt}"))
                 .hint("Attempts are numbered from 1, as stint.claim returned them; the view stint.attempts lists those that ended.")
                 .raise()

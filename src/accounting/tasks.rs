@@ -31,15 +31,18 @@ macro_rules! live_counts {
                union all
                select s.queue, 'scheduled' from stint.place_scheduled s
                where ($9 is null or $9 = 'scheduled') and ($6 is null or s.queue = $6)
-                 and ($7 is null or (select f.agent from stint.task_facts f where f.queue = s.queue and f.id = s.id) = $7)
+                 and ($7 is null or (select f.agent from stint.task_facts f where f.queue = s.queue and f.id = s.id
+                                      and get_byte(uuid_send(f.id), 15) = get_byte(uuid_send(s.id), 15)) = $7)
                union all
                select b.queue, 'blocked' from stint.place_blocked b
                where ($9 is null or $9 = 'blocked') and ($6 is null or b.queue = $6)
-                 and ($7 is null or (select f.agent from stint.task_facts f where f.queue = b.queue and f.id = b.id) = $7)
+                 and ($7 is null or (select f.agent from stint.task_facts f where f.queue = b.queue and f.id = b.id
+                                      and get_byte(uuid_send(f.id), 15) = get_byte(uuid_send(b.id), 15)) = $7)
                union all
                select r.queue, 'running' from stint.place_running r
                where ($9 is null or $9 = 'running') and ($6 is null or r.queue = $6)
-                 and ($7 is null or (select f.agent from stint.task_facts f where f.queue = r.queue and f.id = r.id) = $7)) l
+                 and ($7 is null or (select f.agent from stint.task_facts f where f.queue = r.queue and f.id = r.id
+                                      and get_byte(uuid_send(f.id), 15) = get_byte(uuid_send(r.id), 15)) = $7)) l
          group by l.queue, l.status"
     };
 }

@@ -139,7 +139,7 @@ static FORGET: Statement =
 
 /// Removes at most `max` events that are past their time. Returns how many, and whether there are more.
 fn trim(session: &Session, max: i64) -> (i64, bool) {
-    let before = Instant(Instant::now().0.saturating_sub(guc::event_retention_s().saturating_mul(SECOND)));
+    let before = Instant(Instant::now().0.saturating_sub(guc::task_event_retention_s().saturating_mul(SECOND)));
     let mut left = max;
     loop {
         let expired = session.run(&EXPIRED, &[arg(before)]);

@@ -25,7 +25,7 @@ static LEASE: Statement = Statement::new(
                    percentile_disc(0.5) within group (order by a.heartbeat_gap) as gap50,
                    percentile_disc(0.99) within group (order by a.heartbeat_gap) as gap99
             from stint.task_attempts a
-            join stint.task_facts f on f.queue = a.queue and f.id = a.id
+            join stint.task_facts f on f.queue = a.queue and f.id = a.id and get_byte(uuid_send(f.id), 15) = get_byte(uuid_send(a.id), 15)
             where a.queue = $1 and a.ended in ('completed', 'failed', 'lapsed')
             group by f.agent) as o
       join stint.queue_config q on q.queue = $1

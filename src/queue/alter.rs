@@ -3,6 +3,7 @@
 use super::config;
 use super::create::{SETTING_TYPES, Settings};
 use crate::changelog::feed;
+use crate::history::classes;
 use crate::input;
 use crate::shmem::{self, config as generation, waiters};
 use crate::spi::{self, Statement, arg};
@@ -55,6 +56,8 @@ fn alter_queue(
     comment: Option<&str>,
     max_run_time: Option<RawInterval>,
     paused: Option<bool>,
+    history_retention: Option<RawInterval>,
+    history_archive: Option<&str>,
     events: Option<bool>,
 ) {
     shmem::required();
@@ -77,6 +80,7 @@ fn alter_queue(
         events,
     };
     settings.check();
+    classes::check(history_retention, history_archive, true);
     if let Some(longest) = max_run_time.filter(|longest| longest.micros() != 0) {
         input::run_time("max_run_time", longest);
     }
@@ -86,6 +90,9 @@ fn alter_queue(
         session.run(&UPDATE, &settings.params(session));
         if events == Some(true) && !queue.events {
             feed::begin(session, name);
+        }
+        if history_retention.is_some() || history_archive.is_some() {
+            classes::change(session, name, history_retention, history_archive);
         }
         generation::changed();
         wake(&queue);

@@ -4,6 +4,7 @@ use super::config;
 use super::flow::leave;
 use super::late;
 use super::store::{self, Outcome};
+use crate::history::{self, LeafStatement};
 use crate::input;
 use crate::shmem::{self, heads};
 use crate::spi::{self, Statement, arg};
@@ -26,10 +27,10 @@ static ASK: Statement = Statement::new(
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::TEXTOID],
 );
 
-static STATE: Statement = Statement::new(
-    c"select o.outcome::text
-      from stint.task_facts f
-      left join stint.task_outcomes o on o.queue = f.queue and o.id = f.id
+static STATE: LeafStatement = LeafStatement::new(
+    "select o.outcome::text
+      from {facts} f
+      left join {outcomes} o on o.queue = f.queue and o.id = f.id
       where f.queue = $1 and f.id = $2",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID],
 );
@@ -70,9 +71,9 @@ fn cancel(
             if !session.run(&ASK, &[arg(name), arg(id), arg(reason)]).is_empty() {
                 return Some(("cancel_requested", "running".to_string()));
             }
-            let state = session.run(&STATE, &key);
+            let state = history::read(session, &STATE, id, &key);
             if state.is_empty() {
-                late::unknown_task(name, id);
+                late::unknown_task(session, name, id);
             }
             Some(("already_finished", state.get::<String>(0, 1)?))
         })

@@ -31,15 +31,6 @@ static ALL: Statement = Statement::new(
     &[pg_sys::TEXTOID, pg_sys::UUIDOID],
 );
 
-static KNOWN: Statement = Statement::new(c"select from stint.task_facts f where f.queue = $1 and f.id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
-
-/// An error where the queue does not know the task.
-pub fn known(session: &Session, name: &str, id: pgrx::Uuid) {
-    if session.run(&KNOWN, &[arg(name), arg(id)]).is_empty() {
-        late::unknown_task(name, id);
-    }
-}
-
 /// Keeps the value of a step; false where it has one already.
 pub fn save(session: &Session, name: &str, id: pgrx::Uuid, step: &str, value: Option<RawJsonb>, attempt: i32, now: Instant) -> bool {
     !session.run(&SAVE, &[arg(name), arg(id), arg(step), arg(value), arg(attempt), arg(now)]).is_empty()
@@ -72,7 +63,7 @@ fn checkpoint(
         config::find(session, name);
         let live = session.run(&HOLD, &[arg(name), arg(id), arg(lease)]);
         if live.is_empty() {
-            known(session, name, id);
+            late::known(session, name, id);
             return ("lost", None);
         }
         if save(session, name, id, step, Some(value), live.must(0, 1), now) {
@@ -95,7 +86,7 @@ fn checkpoints(
     let _owner = spi::Identity::owner();
     let steps: Vec<_> = spi::connect(|session| {
         config::find(session, name);
-        known(session, name, id);
+        late::known(session, name, id);
         let rows = session.run(&ALL, &[arg(name), arg(id)]);
         (0..rows.len()).map(|at| (rows.must(at, 1), rows.lift(at, 2).map(RawJsonb), rows.must(at, 3), rows.must(at, 4))).collect()
     });

@@ -11,6 +11,7 @@ use super::store::{self, Ticket};
 use super::task_events::{self, Change};
 use crate::budget::live;
 use crate::errors::Fault;
+use crate::history::{self, LeafStatement};
 use crate::shmem::budgets::Wanted;
 use crate::shmem::heads::{Glimpse, Head};
 use crate::shmem::{self, Instance, waiters};
@@ -95,11 +96,11 @@ static FIRST_AGENTS: Statement = Statement::new(
 );
 
 /// Looked up one by one: with `id = any ($2)` a plan made while the table was small reads all tasks of the queue, for as long as it is kept.
-static FACTS: Statement = Statement::new(
-    c"select f.id, f.payload, f.labels, f.agent::text, f.enqueued_at, (extract(epoch from f.lease_for) * 1e6)::bigint,
+static FACTS: LeafStatement = LeafStatement::new(
+    "select f.id, f.payload, f.labels, f.agent::text, f.enqueued_at, (extract(epoch from f.lease_for) * 1e6)::bigint,
              (extract(epoch from f.max_run_time) * 1e6)::bigint
       from unnest($2) as w (id)
-      cross join lateral (select * from stint.task_facts t where t.queue = $1 and t.id = w.id limit 1) as f",
+      cross join lateral (select * from {facts} t where t.queue = $1 and t.id = w.id limit 1) as f",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 
@@ -375,13 +376,14 @@ fn reservation(queue: &Queue, ticket: &Ticket) -> (Option<Vec<i32>>, Option<Vec<
 
 /// Starts an attempt of each taken task.
 fn start(session: &Session, name: &str, queue: &Queue, taken: &[Taken], wish: &Wish, now: Instant) -> Vec<Claimed> {
-    let facts = session.run(&FACTS, &[arg(name), arg(taken.iter().map(|row| row.ticket.id).collect::<Vec<_>>())]);
-    let by_id: HashMap<[u8; 16], usize> = (0..facts.len()).map(|at| (*facts.must::<pgrx::Uuid>(at, 1).as_bytes(), at)).collect();
+    let facts = history::read_many(session, &FACTS, name, &taken.iter().map(|row| row.ticket.id).collect::<Vec<_>>());
+    let by_id: HashMap<[u8; 16], (&Rows, usize)> =
+        facts.iter().flat_map(|rows| (0..rows.len()).map(move |at| (*rows.must::<pgrx::Uuid>(at, 1).as_bytes(), (rows, at)))).collect();
     taken
         .iter()
         .filter_map(|Taken { ticket, seq, began }| {
             let now = began.unwrap_or(now);
-            let at = *by_id.get(ticket.id.as_bytes())?;
+            let (facts, at) = *by_id.get(ticket.id.as_bytes())?;
             let lease = pgrx::Uuid::from_bytes(stint_core::ids::lease());
             let attempt = ticket.attempt.saturating_add(1);
             let longest: Option<i64> = facts.get(at, 7).or(queue.max_run_time);

@@ -12,6 +12,7 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use stint_core::backoff::Backoff;
 use stint_core::budget::{Limit, Weights};
+use stint_core::history::FOR_EVER;
 
 static QUEUE: Statement = Statement::new(
     c"select q.number,
@@ -28,6 +29,7 @@ static QUEUE: Statement = Statement::new(
              array(select b.number from stint.budget_config b where b.budget = any (q.budgets) order by b.number),
              (extract(epoch from q.max_run_time) * 1e6)::bigint,
              q.paused,
+             q.history_class::int,
              q.events
       from stint.queue_config q
       where q.queue = $1",
@@ -115,6 +117,8 @@ pub struct Queue {
     pub paused: bool,
     /// Whether changes of status are kept as events.
     pub events: bool,
+    /// The retention class of tasks enqueued from now on.
+    pub history_class: u8,
     /// The configuration's generation before this was read; 0 where it was not read to be kept.
     generation: u64,
     /// Whether at most one task of a group may run.
@@ -224,12 +228,23 @@ fn read(session: &Session, name: &str, generation: u64) -> Option<Queue> {
         strict_groups: row.must(0, 11),
         max_run_time: row.get(0, 13),
         paused: row.must(0, 14),
-        events: row.must(0, 15),
+        history_class: u8::try_from(row.must::<i32>(0, 15)).unwrap_or(FOR_EVER),
+        events: row.must(0, 16),
         generation,
         own_budgets,
         budgets,
         lanes,
     })
+}
+
+/// Keeps queues from being dropped until this transaction ends. `drop_queue` waits for whoever has this lock, which every verb that moves a task gets anyway; one
+/// that writes history first takes it before.
+pub fn keep_from_dropping() {
+    // SAFETY: an ordinary relation lock on a table of ours.
+    unsafe {
+        let table = pg_sys::get_relname_relid(c"place_ready".as_ptr(), pg_sys::Oid::from(Instance::here().schema));
+        pg_sys::LockRelationOid(table, pg_sys::RowExclusiveLock as i32);
+    }
 }
 
 static STANDS: Statement = Statement::new(c"select q.number from stint.queue_config q where q.queue = $1", &[pg_sys::TEXTOID]);

@@ -18,7 +18,8 @@ use pgrx::prelude::*;
 static ONE_DROP: &str = "lock table stint.queue_config in share update exclusive mode";
 
 static HOLDS: Statement = Statement::new(
-    c"select count(*), count(*) filter (where not exists (select from stint.task_outcomes o where o.queue = f.queue and o.id = f.id))
+    c"select count(*), count(*) filter (where not exists (select from stint.task_outcomes o
+                                         where o.queue = f.queue and o.id = f.id and get_byte(uuid_send(o.id), 15) = get_byte(uuid_send(f.id), 15)))
       from stint.task_facts f
       where f.queue = $1",
     &[pg_sys::TEXTOID],
@@ -28,27 +29,32 @@ static HOLDS: Statement = Statement::new(
 static FINISHED: [Statement; 6] = [
     Statement::new(
         c"delete from stint.task_checkpoints c
-          where c.queue = $1 and exists (select from stint.task_outcomes o where o.queue = c.queue and o.id = c.id)",
+          where c.queue = $1 and exists (select from stint.task_outcomes o
+                                         where o.queue = c.queue and o.id = c.id and get_byte(uuid_send(o.id), 15) = get_byte(uuid_send(c.id), 15))",
         &[pg_sys::TEXTOID],
     ),
     Statement::new(
         c"delete from stint.usage_late u
-          where u.queue = $1 and exists (select from stint.task_outcomes o where o.queue = u.queue and o.id = u.id)",
+          where u.queue = $1 and exists (select from stint.task_outcomes o
+                                         where o.queue = u.queue and o.id = u.id and get_byte(uuid_send(o.id), 15) = get_byte(uuid_send(u.id), 15))",
         &[pg_sys::TEXTOID],
     ),
     Statement::new(
         c"delete from stint.task_attempts a
-          where a.queue = $1 and exists (select from stint.task_outcomes o where o.queue = a.queue and o.id = a.id)",
+          where a.queue = $1 and exists (select from stint.task_outcomes o
+                                         where o.queue = a.queue and o.id = a.id and get_byte(uuid_send(o.id), 15) = get_byte(uuid_send(a.id), 15))",
         &[pg_sys::TEXTOID],
     ),
     Statement::new(
         c"delete from stint.task_retries t
-          where t.queue = $1 and exists (select from stint.task_outcomes o where o.queue = t.queue and o.id = t.id)",
+          where t.queue = $1 and exists (select from stint.task_outcomes o
+                                         where o.queue = t.queue and o.id = t.id and get_byte(uuid_send(o.id), 15) = get_byte(uuid_send(t.id), 15))",
         &[pg_sys::TEXTOID],
     ),
     Statement::new(
         c"delete from stint.task_facts f
-          where f.queue = $1 and exists (select from stint.task_outcomes o where o.queue = f.queue and o.id = f.id)",
+          where f.queue = $1 and exists (select from stint.task_outcomes o
+                                         where o.queue = f.queue and o.id = f.id and get_byte(uuid_send(o.id), 15) = get_byte(uuid_send(f.id), 15))",
         &[pg_sys::TEXTOID],
     ),
     Statement::new(c"delete from stint.task_outcomes o where o.queue = $1", &[pg_sys::TEXTOID]),
@@ -81,9 +87,8 @@ static REST: [Statement; 17] = [
 
 static LANES: Statement = Statement::new(c"delete from stint.lanes l where l.queue = $1 returning l.lane", &[pg_sys::TEXTOID]);
 
-/// Every verb that makes, moves or retries a task writes to one of these first, or locks rows of one.
-const LIVE: [&std::ffi::CStr; 8] =
-    [c"task_facts", c"task_outcomes", c"place_ready", c"place_scheduled", c"place_running", c"place_blocked", c"group_turns", c"follow_ups"];
+/// Every verb that makes, moves or retries a task writes to one of these before anything else, locks rows of one, or locks one (`config::keep_from_dropping`).
+const LIVE: [&std::ffi::CStr; 6] = [c"place_ready", c"place_scheduled", c"place_running", c"place_blocked", c"group_turns", c"follow_ups"];
 
 /// Locks the tables of live tasks against writers and those who lock rows until the transaction ends.
 fn keep_writers_out() {

@@ -4,13 +4,14 @@ use super::config::{self, Queue};
 use super::flow::enter::{self, Gate, OnFailure, Wait};
 use super::store::{self, Outcome, Ticket};
 use crate::errors::Fault;
-use crate::spi::{self, Session, Statement, arg};
+use crate::history::{self, LeafStatement};
+use crate::spi::{self, Session, arg};
 use crate::values::{Instant, RawInterval, RawJsonb};
 use crate::{errors, guc, input, shmem};
 use pgrx::prelude::*;
 
-static FACTS: Statement = Statement::new(
-    c"insert into stint.task_facts (queue, id, lane, priority, max_attempts, tokens, enqueued_at, run_at, lease_for, agent, key, group_key, group_seq,
+static FACTS: LeafStatement = LeafStatement::new(
+    "insert into {facts} (queue, id, lane, priority, max_attempts, tokens, enqueued_at, run_at, lease_for, agent, key, group_key, group_seq,
               depends_on, on_dependency_failure, labels, payload, max_run_time)
       values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18)",
     &[
@@ -146,8 +147,11 @@ pub fn store(session: &Session, name: &str, queue: &Queue, gate: &mut Gate, id: 
     let group_seq = request.group_key.as_ref().filter(|_| queue.strict_groups).map(|_| store::next_seq());
     let (depends_on, on_failure) =
         (!request.depends_on.is_empty()).then(|| (request.depends_on.clone(), request.on_dependency_failure.word())).unzip();
-    session.run(
+    config::keep_from_dropping();
+    history::write(
+        session,
         &FACTS,
+        id,
         &[
             arg(name),
             arg(id),
@@ -246,7 +250,7 @@ pub fn add(
 ) -> (pgrx::Uuid, bool) {
     let queue = config::find(session, name);
     request.budgets = config::budget_numbers(session, budgets);
-    let id = pgrx::Uuid::from_bytes(stint_core::ids::task());
+    let id = pgrx::Uuid::from_bytes(stint_core::ids::task(queue.history_class));
     if let Some(key) = &request.key
         && let Some(earlier) = super::keys::hold(session, name, &queue, key, id, now)
     {

@@ -193,8 +193,10 @@ fn enqueue_many(
         check_shape(session, tasks);
         let rows = session.run(&TASKS, &[arg(tasks)]);
         let requests: Vec<Request> = (0..rows.len()).map(|at| request(session, &rows, at)).collect();
-        let mut stored: Vec<(i32, pgrx::Uuid, bool)> =
-            (1..).take(requests.len()).map(|ordinality| (ordinality, pgrx::Uuid::from_bytes(stint_core::ids::task()), true)).collect();
+        let mut stored: Vec<(i32, pgrx::Uuid, bool)> = (1..)
+            .take(requests.len())
+            .map(|ordinality| (ordinality, pgrx::Uuid::from_bytes(stint_core::ids::task(queue.history_class)), true))
+            .collect();
         // Keys in one order, so that two batches that share keys wait for each other in a line and not in a ring.
         let mut keyed: Vec<(&str, usize)> = requests.iter().enumerate().filter_map(|(at, request)| Some((request.key.as_deref()?, at))).collect();
         keyed.sort_unstable();

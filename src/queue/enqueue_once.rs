@@ -3,19 +3,20 @@
 use super::enqueue::{self, Request};
 use super::flow::enter::{self, OnFailure};
 use crate::errors::{self, Fault};
-use crate::spi::{self, Session, Statement, arg};
+use crate::history::{self, LeafStatement};
+use crate::spi::{self, Session, arg};
 use crate::values::{Instant, RawInterval, RawJsonb};
 use crate::{input, shmem};
 use pgrx::prelude::*;
 
 /// Whether the task that holds the key has another payload. Looks at what is committed now: whoever held the key may have come after the snapshot.
-static DIFFERS: Statement = Statement::new(
-    c"select from stint.task_facts f where f.queue = $1 and f.id = $2 and f.payload <> $3",
+static DIFFERS: LeafStatement = LeafStatement::new(
+    "select from {facts} f where f.queue = $1 and f.id = $2 and f.payload <> $3",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::JSONBOID],
 );
 
 fn refuse_other_payload(session: &Session, name: &str, earlier: pgrx::Uuid, request: &Request) {
-    if !session.run_latest(&DIFFERS, &[arg(name), arg(earlier), arg(request.payload)]).is_empty() {
+    if !history::read_latest(session, &DIFFERS, earlier, &[arg(name), arg(earlier), arg(request.payload)]).is_empty() {
         let key = request.key.as_deref().unwrap_or_default();
         Fault::new(PgSqlErrorCode::ERRCODE_UNIQUE_VIOLATION, format!("key \"{key}\" of queue \"{name}\" is held by a task with another payload"))
             .detail(format!("The task is {earlier}."))

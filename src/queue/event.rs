@@ -8,6 +8,7 @@
 use super::checkpoint;
 use super::config;
 use super::finish;
+use super::late;
 use super::store::{self, Outcome, Ticket};
 use super::usage::Usage;
 use crate::spi::{self, Statement, arg};
@@ -77,15 +78,17 @@ fn await_event(
             })
         };
         if session.run(&LIVE, &task).is_empty() {
-            checkpoint::known(session, name, id);
+            late::known(session, name, id);
             return ("lost", None);
         }
         if let Some(answer) = answered() {
             return answer;
         }
-        // The event before the task, as an emit takes them.
-        session.run(&EXPECT, &[arg(event)]);
-        let row = session.run(&LOOK, &[arg(event)]);
+        // The event before the task, as an emit takes them. An old event may be let go of between the two.
+        let row = late::decide(|| {
+            session.run(&EXPECT, &[arg(event)]);
+            Some(session.run(&LOOK, &[arg(event)])).filter(|row| !row.is_empty())
+        });
         let live = session.run(&LOCK, &task);
         if live.is_empty() {
             return ("lost", None);
@@ -148,6 +151,8 @@ fn emit(
         woken.sort_by_key(|(_, ticket)| *ticket.id.as_bytes());
         let mut ready: BTreeMap<&str, usize> = BTreeMap::new();
         for (name, ticket) in &woken {
+            // It has its answer from now on, also if the event is let go of before it asks again.
+            checkpoint::save(session, name, ticket.id, event, Some(payload), ticket.attempt.saturating_add(1), now);
             store::to_ready(session, name, ticket);
             *ready.entry(name).or_default() += 1;
         }

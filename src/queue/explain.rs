@@ -3,6 +3,7 @@
 use super::config::{self, Budget};
 use super::late;
 use crate::budget::live;
+use crate::history::{self, LeafStatement};
 use crate::input;
 use crate::shmem;
 use crate::spi::{self, Rows, Session, Statement, arg};
@@ -11,13 +12,13 @@ use pgrx::prelude::*;
 use stint_core::budget::{State, Usage};
 use stint_core::window::{MICRO, Window};
 
-static LOOK: Statement = Statement::new(
-    c"select w.lane, w.priority, w.seq, f.tokens,
+static LOOK: LeafStatement = LeafStatement::new(
+    "select w.lane, w.priority, w.seq, f.tokens,
              s.run_at, s.attempt,
              r.attempt, r.worker::text, r.started_at, coalesce(r.extended_until, r.expires_at), r.cancel_requested,
              o.outcome::text, o.finished_at, o.attempt, o.error,
              (select a.ended || coalesce(': ' || a.error, '')
-              from stint.task_attempts a
+              from {attempts} a
               where a.queue = f.queue and a.id = f.id
               order by a.attempt desc
               limit 1),
@@ -27,12 +28,12 @@ static LOOK: Statement = Statement::new(
              (select count(*) from (select from stint.task_dependencies d where d.queue = b.queue and d.id = b.id limit 1000) x),
              (select count(*)
               from (select from stint.place_blocked a where a.queue = b.queue and a.group_key = b.group_key and a.group_seq < b.group_seq limit 1000) x)
-      from stint.task_facts f
+      from {facts} f
       left join stint.place_ready w on w.queue = f.queue and w.id = f.id
       left join stint.place_scheduled s on s.queue = f.queue and s.id = f.id
       left join stint.place_blocked b on b.queue = f.queue and b.id = f.id
       left join stint.place_running r on r.queue = f.queue and r.id = f.id
-      left join stint.task_outcomes o on o.queue = f.queue and o.id = f.id
+      left join {outcomes} o on o.queue = f.queue and o.id = f.id
       where f.queue = $1 and f.id = $2",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID],
 );
@@ -186,9 +187,9 @@ fn explain(queue: Option<&str>, id: Option<pgrx::Uuid>) -> String {
     spi::connect(|session| {
         config::find(session, name);
         late::decide(|| {
-            let row = session.run(&LOOK, &[arg(name), arg(id)]);
+            let row = history::read(session, &LOOK, id, &[arg(name), arg(id)]);
             if row.is_empty() {
-                late::unknown_task(name, id);
+                late::unknown_task(session, name, id);
             }
             describe(session, name, &row, Instant::now())
         })

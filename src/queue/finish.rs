@@ -7,6 +7,7 @@ use super::late::{self, Answer, Late};
 use super::store::{self, Attempt, Outcome, Ticket};
 use super::usage::Usage;
 use crate::budget::live::Held;
+use crate::history::{self, LeafStatement};
 use crate::spi::{self, Session, Statement, arg};
 use crate::values::{Instant, RawInterval, RawJsonb, RawNumeric};
 use crate::{input, shmem};
@@ -23,8 +24,8 @@ static END: Statement = Statement::new(
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::UUIDOID],
 );
 
-static MAX_ATTEMPTS: Statement =
-    Statement::new(c"select f.max_attempts from stint.task_facts f where f.queue = $1 and f.id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
+static MAX_ATTEMPTS: LeafStatement =
+    LeafStatement::new("select f.max_attempts from {facts} f where f.queue = $1 and f.id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
 
 /// A running row whose lease was ended just now by this transaction.
 pub struct Ran {
@@ -94,7 +95,7 @@ impl Ran {
 
 /// How many attempts the task may use up.
 pub fn max_attempts(session: &Session, name: &str, queue: &config::Queue, id: pgrx::Uuid) -> i32 {
-    let facts = session.run(&MAX_ATTEMPTS, &[arg(name), arg(id)]);
+    let facts = history::read(session, &MAX_ATTEMPTS, id, &[arg(name), arg(id)]);
     if facts.is_empty() { queue.max_attempts } else { facts.get(0, 1).unwrap_or(queue.max_attempts) }
 }
 

@@ -14,14 +14,18 @@ static HOLD: Statement = Statement::new(
 static HOLDER: Statement =
     Statement::new(c"select k.id from stint.task_keys k where k.queue = $1 and k.key = $2", &[pg_sys::TEXTOID, pg_sys::TEXTOID]);
 
-/// A key is let go once its time is over and its task has finished, so that a live task is never doubled.
+/// A key is let go once its time is over and its task has finished, so that a live task is never doubled. What has finished is in no place; its history may have been
+/// removed.
 static EXPIRE: Statement = Statement::new(
     c"delete from stint.task_keys k
       where (k.queue, k.key) in (
             select d.queue, d.key
             from stint.task_keys d
             where d.kept_until <= $1
-              and exists (select from stint.task_outcomes o where o.queue = d.queue and o.id = d.id)
+              and not exists (select from stint.place_ready w where w.queue = d.queue and w.id = d.id)
+              and not exists (select from stint.place_scheduled s where s.queue = d.queue and s.id = d.id)
+              and not exists (select from stint.place_blocked b where b.queue = d.queue and b.id = d.id)
+              and not exists (select from stint.place_running r where r.queue = d.queue and r.id = d.id)
             order by d.kept_until
             limit $2
             for update skip locked)",

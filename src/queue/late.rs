@@ -5,6 +5,7 @@ use super::flow::leave::{self, End};
 use super::store::{self, Outcome};
 use super::usage::Usage;
 use crate::errors::Fault;
+use crate::history::{self, LeafStatement};
 use crate::shmem::{self, heads};
 use crate::spi::{Session, Statement, arg};
 use crate::values::{Instant, RawJsonb};
@@ -12,8 +13,8 @@ use pgrx::prelude::*;
 use stint_core::verdict::{Call, Ended, Place, Verdict, late_call};
 
 /// Everything known of the task and of the lease, in one snapshot.
-static LOOK: Statement = Statement::new(
-    c"select f.id is not null,
+static LOOK: LeafStatement = LeafStatement::new(
+    "select f.id is not null,
              coalesce(w.attempt, s.attempt, b.attempt),
              case when w.id is not null then 'ready' when s.id is not null then 'scheduled' when b.id is not null then 'blocked' when r.id is not null then 'running' else o.outcome end,
              r.id is not null,
@@ -22,13 +23,13 @@ static LOOK: Statement = Statement::new(
              a.ended::text,
              o.result
       from (values ($1, $2)) as t (queue, id)
-      left join stint.task_facts f on f.queue = t.queue and f.id = t.id
+      left join {facts} f on f.queue = t.queue and f.id = t.id
       left join stint.place_ready w on w.queue = t.queue and w.id = t.id
       left join stint.place_scheduled s on s.queue = t.queue and s.id = t.id
       left join stint.place_blocked b on b.queue = t.queue and b.id = t.id
       left join stint.place_running r on r.queue = t.queue and r.id = t.id
-      left join stint.task_outcomes o on o.queue = t.queue and o.id = t.id
-      left join stint.task_attempts a on a.queue = t.queue and a.id = t.id and a.lease = $3",
+      left join {outcomes} o on o.queue = t.queue and o.id = t.id
+      left join {attempts} a on a.queue = t.queue and a.id = t.id and a.lease = $3",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::UUIDOID],
 );
 
@@ -98,27 +99,32 @@ pub fn decide<T>(mut attempt: impl FnMut() -> Option<T>) -> T {
     Fault::new(PgSqlErrorCode::ERRCODE_T_R_SERIALIZATION_FAILURE, "the task keeps changing its place").hint("Repeat the transaction.").raise()
 }
 
-static KNOWN: Statement = Statement::new(c"select from stint.task_facts f where f.queue = $1 and f.id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
+static KNOWN: LeafStatement = LeafStatement::new("select from {facts} f where f.queue = $1 and f.id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
 
 /// An error where the queue does not know the task.
 pub fn known(session: &Session, name: &str, id: pgrx::Uuid) {
-    if session.run(&KNOWN, &[arg(name), arg(id)]).is_empty() {
-        unknown_task(name, id);
+    if history::read(session, &KNOWN, id, &[arg(name), arg(id)]).is_empty() {
+        unknown_task(session, name, id);
     }
 }
 
 /// The error for a task that the queue does not know.
-pub fn unknown_task(name: &str, id: pgrx::Uuid) -> ! {
-    Fault::new(PgSqlErrorCode::ERRCODE_NO_DATA_FOUND, format!("queue \"{name}\" has no task {id}"))
-        .hint("Check the queue and the id; the view stint.tasks lists the tasks.")
-        .raise()
+pub fn unknown_task(session: &Session, name: &str, id: pgrx::Uuid) -> ! {
+    let fault = Fault::new(PgSqlErrorCode::ERRCODE_NO_DATA_FOUND, format!("queue \"{name}\" has no task {id}"));
+    match history::removed(session, id) {
+        Some(partition) => fault
+            .detail(format!("A task of this id would be in {partition}, which is not there: if there was one, its history was removed after the queue's history_retention."))
+            .hint("Enqueue the work anew; stint.queues shows how long each queue keeps its history.")
+            .raise(),
+        None => fault.hint("Check the queue and the id; the view stint.tasks lists the tasks.").raise(),
+    }
 }
 
 /// Decides a late call; `None` when the task moved meanwhile. A task that it completes is put among `ends` where others wait for its end.
 pub fn call(session: &Session, late: &Late, ends: &mut Vec<End<'static>>) -> Option<Answer> {
-    let row = session.run(&LOOK, &[arg(late.name), arg(late.id), arg(late.lease)]);
-    if !row.must::<bool>(0, 1) {
-        unknown_task(late.name, late.id);
+    let row = history::read(session, &LOOK, late.id, &[arg(late.name), arg(late.id), arg(late.lease)]);
+    if !row.get(0, 1).unwrap_or(false) {
+        unknown_task(session, late.name, late.id);
     }
     let waiting: Option<i32> = row.get(0, 2);
     let status: String = row.get(0, 3)?; // in no place: it moved between two snapshots of other sessions

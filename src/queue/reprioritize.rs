@@ -3,6 +3,7 @@
 use super::config;
 use super::late;
 use super::store::{self, Ticket};
+use crate::history::{self, LeafStatement};
 use crate::spi::{self, Rows, Statement, arg};
 use crate::values::Instant;
 use crate::{input, shmem};
@@ -28,11 +29,11 @@ static BLOCKED: Statement = Statement::new(
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID],
 );
 
-static STATE: Statement = Statement::new(
-    c"select r.id is not null, o.outcome::text
-      from stint.task_facts f
+static STATE: LeafStatement = LeafStatement::new(
+    "select r.id is not null, o.outcome::text
+      from {facts} f
       left join stint.place_running r on r.queue = f.queue and r.id = f.id
-      left join stint.task_outcomes o on o.queue = f.queue and o.id = f.id
+      left join {outcomes} o on o.queue = f.queue and o.id = f.id
       where f.queue = $1 and f.id = $2",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID],
 );
@@ -74,9 +75,9 @@ fn reprioritize(
                     return Some(("reprioritized", status.to_string()));
                 }
             }
-            let state = session.run(&STATE, &key);
+            let state = history::read(session, &STATE, id, &key);
             if state.is_empty() {
-                late::unknown_task(name, id);
+                late::unknown_task(session, name, id);
             }
             if state.must(0, 1) {
                 return Some(("already_running", "running".to_string()));

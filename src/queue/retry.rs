@@ -8,31 +8,27 @@ use super::config::{self, Queue};
 use super::flow::enter::{self, Gate, OnFailure, Wait};
 use super::store::{self, Ticket};
 use super::{keys, late};
+use crate::history::{self, LeafStatement};
 use crate::spi::{self, Session, Statement, arg};
 use crate::values::Instant;
 use crate::{input, shmem};
 use pgrx::prelude::*;
 use std::collections::HashSet;
 
-/// Of the tasks it depended on, those that are still known.
-static TASK: Statement = Statement::new(
-    c"select o.outcome::text, f.key::text, f.group_key::text, f.group_seq is not null,
-             array(select d.id
-                   from unnest(f.depends_on) as d (id)
-                   cross join lateral (select from stint.task_facts k where k.queue = f.queue and k.id = d.id limit 1) as known
-                   order by d.id),
-             f.on_dependency_failure::text, f.lane, f.priority, f.tokens
-      from stint.task_facts f
-      left join stint.task_outcomes o on o.queue = f.queue and o.id = f.id
+static TASK: LeafStatement = LeafStatement::new(
+    "select o.outcome::text, f.key::text, f.group_key::text, f.group_seq is not null, coalesce(f.depends_on, '{}'), f.on_dependency_failure::text,
+             f.lane, f.priority, f.tokens
+      from {facts} f
+      left join {outcomes} o on o.queue = f.queue and o.id = f.id
       where f.queue = $1 and f.id = $2",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID],
 );
 
-static LOCK: Statement =
-    Statement::new(c"select from stint.task_outcomes o where o.queue = $1 and o.id = $2 for update", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
+static LOCK: LeafStatement =
+    LeafStatement::new("select from {outcomes} o where o.queue = $1 and o.id = $2 for update", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
 
-static TAKE_BACK: Statement = Statement::new(
-    c"delete from stint.task_outcomes o
+static TAKE_BACK: LeafStatement = LeafStatement::new(
+    "delete from {outcomes} o
       where o.queue = $1 and o.id = $2 and o.outcome in ('failed', 'cancelled')
       returning o.outcome::text, o.attempt, o.lease, o.finished_at, o.error, o.incarnation, o.xact",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID],
@@ -63,7 +59,7 @@ static RECORD: Statement = Statement::new(
 static FAILED: Statement = Statement::new(
     c"select o.id
       from stint.task_outcomes o
-      join stint.task_facts f on f.queue = o.queue and f.id = o.id
+      join stint.task_facts f on f.queue = o.queue and f.id = o.id and get_byte(uuid_send(f.id), 15) = get_byte(uuid_send(o.id), 15)
       where o.queue = $1 and o.outcome = 'failed' and o.finished_at >= coalesce($2, '-infinity') and ($3 is null or f.agent = $3)
       order by o.id
       limit $4
@@ -86,16 +82,19 @@ struct Finished {
 
 /// What is known of a task; `None` where it has no outcome.
 fn finished(session: &Session, name: &str, id: pgrx::Uuid) -> Option<Finished> {
-    let row = session.run(&TASK, &[arg(name), arg(id)]);
+    let row = history::read(session, &TASK, id, &[arg(name), arg(id)]);
     if row.is_empty() {
-        late::unknown_task(name, id);
+        late::unknown_task(session, name, id);
     }
+    let depends_on: Vec<pgrx::Uuid> = row.must(0, 5);
+    // Those that are not known any more hold up nothing.
+    let gone = enter::unknown(session, name, &depends_on);
     Some(Finished {
         id,
         outcome: row.get(0, 1)?,
         key: row.get(0, 2),
         group_key: row.get(0, 3).filter(|_| row.must(0, 4)),
-        depends_on: row.must(0, 5),
+        depends_on: depends_on.into_iter().filter(|on| !gone.iter().any(|gone| gone.as_bytes() == on.as_bytes())).collect(),
         on_failure: row.get::<String>(0, 6).and_then(|word| OnFailure::parse(&word)).unwrap_or(OnFailure::Fail),
         ticket: Ticket { id, lane: row.must(0, 7), priority: row.must(0, 8), tokens: row.get(0, 9), attempt: 0, counted: 0 },
     })
@@ -123,7 +122,7 @@ fn revive(session: &Session, name: &str, queue: &Queue, tasks: &[Finished], now:
 
 fn revive_one(session: &Session, name: &str, queue: &Queue, gate: &mut Gate, task: &Finished, now: Instant) -> &'static str {
     let id = task.id;
-    let row = session.run(&TAKE_BACK, &[arg(name), arg(id)]);
+    let row = history::read(session, &TAKE_BACK, id, &[arg(name), arg(id)]);
     // What waits for it and was not moved yet goes on waiting.
     session.run(&FORGIVE, &[arg(name), arg(id)]);
     let attempt: i32 = row.must(0, 2);
@@ -162,7 +161,7 @@ fn retry_one(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, now: 
     if task.outcome == "completed" {
         return Some(("already_completed", task.outcome));
     }
-    if session.run(&LOCK, &[arg(name), arg(id)]).is_empty() {
+    if history::read(session, &LOCK, id, &[arg(name), arg(id)]).is_empty() {
         return None;
     }
     if !has_key(session, name, queue, &task, now) {
@@ -191,6 +190,7 @@ fn retry(queue: Option<&str>, id: Option<pgrx::Uuid>) -> TableIterator<'static, 
     let _owner = spi::Identity::owner();
     let (outcome, status) = spi::connect(|session| {
         let queue = config::find(session, name);
+        config::keep_from_dropping();
         late::decide(|| retry_one(session, name, &queue, id, now))
     });
     TableIterator::once((outcome.to_string(), status))
@@ -207,6 +207,7 @@ fn retry_failed(queue: Option<&str>, since: Option<Instant>, agent: Option<&str>
     let _owner = spi::Identity::owner();
     spi::connect(|session| {
         let queue = config::find(session, name);
+        config::keep_from_dropping();
         let failed = session.run(&FAILED, &[arg(name), arg(since), arg(agent), arg(max as i64)]);
         let mut tasks: Vec<Finished> = (0..failed.len()).filter_map(|at| finished(session, name, failed.must(at, 1))).collect();
         // Keys in one order, as a batch of enqueues takes them.

@@ -5,14 +5,15 @@ use super::flow::leave::{self, End};
 use super::task_events::{self, Change};
 use super::usage::Usage;
 use crate::budget::live::{self, Held};
+use crate::history::{self, LeafStatement};
 use crate::shmem::{Instance, bells, heads, waiters};
 use crate::spi::{Session, Statement, arg};
 use crate::values::{Instant, RawInterval, RawJsonb};
 use pgrx::prelude::*;
 
-static TO_READY: Statement = Statement::new(
-    c"insert into stint.place_ready (queue, id, lane, priority, tokens, attempt, counted, seq, agent)
-      values ($1, $2, $3, $4, $5, $6, $7, $8, (select f.agent from stint.task_facts f where f.queue = $1 and f.id = $2))",
+static TO_READY: LeafStatement = LeafStatement::new(
+    "insert into stint.place_ready (queue, id, lane, priority, tokens, attempt, counted, seq, agent)
+      values ($1, $2, $3, $4, $5, $6, $7, $8, (select f.agent from {facts} f where f.queue = $1 and f.id = $2))",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID],
 );
 
@@ -37,8 +38,8 @@ static TO_BLOCKED: Statement = Statement::new(
     ],
 );
 
-static ATTEMPT: Statement = Statement::new(
-    c"insert into stint.task_attempts
+static ATTEMPT: LeafStatement = LeafStatement::new(
+    "insert into {attempts}
              (queue, id, attempt, lease, started_at, ended_at, ended, worker, heartbeat_gap, error,
               run_id, trace_id, model, input_tokens, cached_tokens, output_tokens, model_cost, compute_cost, confidence, meta, budgets, reserved, charged)
       values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21, $22, $23)",
@@ -69,8 +70,8 @@ static ATTEMPT: Statement = Statement::new(
     ],
 );
 
-static OUTCOME: Statement = Statement::new(
-    c"insert into stint.task_outcomes (queue, id, outcome, attempt, lease, finished_at, error, result)
+static OUTCOME: LeafStatement = LeafStatement::new(
+    "insert into {outcomes} (queue, id, outcome, attempt, lease, finished_at, error, result)
       values ($1, $2, $3, $4, $5, $6, $7, $8)
       returning (select true from stint.task_dependencies d where d.queue = $1 and d.on_id = $2 limit 1)",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::UUIDOID, pg_sys::TIMESTAMPTZOID, pg_sys::TEXTOID, pg_sys::JSONBOID],
@@ -127,7 +128,7 @@ fn changed(session: &Session, name: &str, ticket: &Ticket, status: &str, why: Op
 /// The row of a ready task: where it was ready before, its status does not change.
 pub fn place_ready(session: &Session, name: &str, ticket: &Ticket, seq: i64) {
     let [a, b, c, d, e, f, g] = ticket.params(name);
-    session.run(&TO_READY, &[a, b, c, d, e, f, g, arg(seq)]);
+    history::write(session, &TO_READY, ticket.id, &[a, b, c, d, e, f, g, arg(seq)]);
     heads::lower(Instance::here(), ticket.lane, ticket.priority, seq);
 }
 
@@ -187,8 +188,10 @@ pub fn attempt(session: &Session, name: &str, attempt: &Attempt, ended: &str, at
     let released = matches!(ended, "released" | "snoozed");
     let charged = attempt.held.map(|held| live::settle(session, name, held, attempt.started_at, at, released, usage.used()));
     let kept = attempt.held.filter(|_| !released);
-    session.run(
+    history::write(
+        session,
         &ATTEMPT,
+        attempt.id,
         &[
             arg(name),
             arg(attempt.id),
@@ -267,8 +270,10 @@ fn grouped(session: &Session, name: &str) -> bool {
 
 /// Writes a task's outcome and nothing else. Returns whether other tasks depend on it.
 pub fn write_outcome(session: &Session, name: &str, id: pgrx::Uuid, at: Instant, outcome: &Outcome) -> bool {
-    let row = session.run_latest(
+    let row = history::write_latest(
+        session,
         &OUTCOME,
+        id,
         &[arg(name), arg(id), arg(outcome.outcome), arg(outcome.attempt), arg(outcome.lease), arg(at), arg(outcome.error), arg(outcome.result)],
     );
     let Outcome { outcome: status, attempt, error: why, .. } = *outcome;

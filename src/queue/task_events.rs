@@ -151,7 +151,7 @@ fn checked_start(session: &Session, name: &str, after: i64) -> i64 {
             PgSqlErrorCode::ERRCODE_SNAPSHOT_TOO_OLD,
             format!("events of queue \"{name}\" after position {after} are not kept any more: what is kept begins after {start}"),
         )
-        .hint("Look at stint.tasks for how things stand, and go on with after => 0. stint.event_retention says how long events are kept.")
+        .hint("Look at stint.tasks for how things stand, and go on with after => 0. stint.task_event_retention says how long events are kept.")
         .raise()
     }
     start

@@ -67,6 +67,9 @@ CALLS = {
     "expire_keys": {},
     "rescan": {},
     "budget_usage": {},
+    "history_partition": {"id": "$id"},
+    "create_history_partition": {"id": "$id"},
+    "maintain_history": {},
     "check": {},
     "doctor": {},
     "version": {},
@@ -180,7 +183,8 @@ def signature(conn, function):
 
 def stored(conn):
     """How many rows each table holds but those that the maintenance worker adds to, what is in use of budgets, and that the storage rules hold."""
-    tables = [t for (t,) in conn.execute("SELECT oid::regclass::text FROM pg_class WHERE relnamespace = 'stint'::regnamespace AND relkind = 'r'")]
+    tables = [t for (t,) in conn.execute(
+        "SELECT oid::regclass::text FROM pg_class WHERE relnamespace = 'stint'::regnamespace AND relkind IN ('r', 'p') AND NOT relispartition")]
     counts = {t: value(conn, f"SELECT count(*) FROM {t}") for t in tables if not t.endswith(("ticks", "_rollups", ".rollup_epochs", ".rollup_marks"))}
     return counts, rows(conn, "SELECT * FROM stint.budget_usage()"), rows(conn, "SELECT * FROM stint.check()")
 

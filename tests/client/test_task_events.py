@@ -290,7 +290,7 @@ def test_old_events_go_bit_by_bit_and_whoever_missed_them_is_told(queue):
     for at in range(gone - 1):
         with pytest.raises(psycopg.errors.SnapshotTooOld) as error:
             events(queue, after=told[at].pos, tick=False)
-    assert "stint.event_retention" in error.value.diag.message_hint
+    assert "stint.task_event_retention" in error.value.diag.message_hint
     # Once all are gone the last position still holds, and the next event follows it.
     aged(queue.conn, told[-1].pos)
     until(queue.conn, "SELECT stint.trim_task_events() = 0 AND NOT EXISTS (SELECT FROM stint.task_event_log)")

@@ -67,7 +67,7 @@ def test_a_reader_goes_on_after_a_crash_and_a_failover(started):
 
 
 def test_feeds_in_which_nothing_happens_are_not_written_to(started):
-    server, processes = started(config={"stint.event_retention": "1 s"})
+    server, processes = started(config={"stint.task_event_retention": "1 s"})
     with server.connect("app") as conn:
         queue = Queue(conn, events=True)
         queue.enqueue()

@@ -2,9 +2,12 @@
 
 use uuid::Uuid;
 
-/// The bytes of a new task id: UUIDv7, so that ids sort by the time they were made, in one session strictly.
-pub fn task() -> [u8; 16] {
-    *Uuid::now_v7().as_bytes()
+/// The bytes of a new task id: UUIDv7, so that ids sort by the time they were made, in one session strictly. The last byte, random otherwise, is the task's
+/// retention class (`history`); what is left of chance, 66 bits within a millisecond, keeps ids apart.
+pub fn task(class: u8) -> [u8; 16] {
+    let mut id = *Uuid::now_v7().as_bytes();
+    id[15] = class;
+    id
 }
 
 /// The bytes of a new lease: random from the operating system, since a lease is a capability.
@@ -22,8 +25,9 @@ pub fn draw() -> f64 {
 mod tests {
     #[test]
     fn ids_of_one_session_rise_and_leases_never_repeat() {
-        let ids: Vec<_> = (0..10_000).map(|_| super::task()).collect();
+        let ids: Vec<_> = (0..10_000).map(|_| super::task(7)).collect();
         assert!(ids.windows(2).all(|pair| pair[0] < pair[1]));
+        assert!(ids.iter().all(|id| id[15] == 7));
         let leases: std::collections::HashSet<_> = (0..10_000).map(|_| super::lease()).collect();
         assert_eq!(leases.len(), 10_000);
     }

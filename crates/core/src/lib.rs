@@ -4,6 +4,7 @@ pub mod backoff;
 pub mod budget;
 pub mod cron;
 pub mod histogram;
+pub mod history;
 pub mod ids;
 pub mod names;
 pub mod rollup;

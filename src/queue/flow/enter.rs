@@ -1,5 +1,6 @@
 //! What a new task has to wait for: looked up and held still before the task is written.
 
+use crate::history::{self, LeafStatement};
 use crate::queue::config::Queue;
 use crate::queue::enqueue::Request;
 use crate::queue::late;
@@ -29,18 +30,17 @@ static HOLD_BLOCKED: Statement = Statement::new(
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 
-static ENDED: Statement = Statement::new(
-    c"select o.id, o.outcome::text
+static ENDED: LeafStatement = LeafStatement::new(
+    "select o.id, o.outcome::text
       from unnest($2) as u (id)
-      cross join lateral (select t.id, t.outcome from stint.task_outcomes t where t.queue = $1 and t.id = u.id limit 1) as o",
+      cross join lateral (select t.id, t.outcome from {outcomes} t where t.queue = $1 and t.id = u.id limit 1) as o",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 
-static UNKNOWN: Statement = Statement::new(
-    c"select u.id
+static KNOWN: LeafStatement = LeafStatement::new(
+    "select u.id
       from unnest($2) as u (id)
-      where (select true from stint.task_facts f where f.queue = $1 and f.id = u.id limit 1) is null
-      limit 1",
+      where (select true from {facts} f where f.queue = $1 and f.id = u.id limit 1)",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 
@@ -168,16 +168,18 @@ pub fn hold<'a>(session: &Session, name: &str, queue: &Queue, waits: impl Iterat
             let mut wanted = wanted.clone();
             let held = take(session, name, &HOLD, &mut wanted);
             let ready = (0..held.len()).filter(|at| held.must(*at, 2)).count();
-            let over = take(session, name, &ENDED, &mut wanted);
-            let ended = (0..over.len()).map(|at| (*over.must::<pgrx::Uuid>(at, 1).as_bytes(), over.must(at, 2))).collect();
+            let mut ended = HashMap::new();
+            for over in history::read_many(session, &ENDED, name, &wanted) {
+                ended.extend((0..over.len()).map(|at| (*over.must::<pgrx::Uuid>(at, 1).as_bytes(), over.must(at, 2))));
+                strike(&mut wanted, &over);
+            }
             let gate = Gate { ended, free: free() };
             take(session, name, &HOLD_BLOCKED, &mut wanted);
             if wanted.is_empty() {
                 return Some((gate, ready));
             }
-            let unknown = session.run(&UNKNOWN, &[arg(name), arg(wanted)]);
-            if !unknown.is_empty() {
-                late::unknown_task(name, unknown.must(0, 1));
+            if let Some(id) = unknown(session, name, &wanted).first() {
+                late::unknown_task(session, name, *id);
             }
             None
         })
@@ -193,11 +195,23 @@ pub fn hold<'a>(session: &Session, name: &str, queue: &Queue, waits: impl Iterat
 /// Runs a statement that finds some of the `wanted` tasks, and strikes those from the list.
 fn take(session: &Session, name: &str, statement: &Statement, wanted: &mut Vec<pgrx::Uuid>) -> Rows {
     let rows = session.run(statement, &[arg(name), arg(wanted.clone())]);
+    strike(wanted, &rows);
+    rows
+}
+
+/// Those of the tasks that the queue does not know, or not any more.
+pub fn unknown(session: &Session, name: &str, ids: &[pgrx::Uuid]) -> Vec<pgrx::Uuid> {
+    let mut unknown = ids.to_vec();
+    history::read_many(session, &KNOWN, name, ids).iter().for_each(|known| strike(&mut unknown, known));
+    unknown
+}
+
+/// Strikes what was found from a list.
+fn strike(wanted: &mut Vec<pgrx::Uuid>, rows: &Rows) {
     if !rows.is_empty() {
         let found: HashSet<[u8; 16]> = (0..rows.len()).map(|at| *rows.must::<pgrx::Uuid>(at, 1).as_bytes()).collect();
         wanted.retain(|id| !found.contains(id.as_bytes()));
     }
-    rows
 }
 
 /// Takes the turn of a group that has no live task; false where one has it, which then keeps it until this transaction ends.
@@ -248,8 +262,8 @@ pub fn depend(session: &Session, name: &str, id: pgrx::Uuid, on: Vec<pgrx::Uuid>
     session.run(&DEPEND, &[arg(name), arg(id), arg(on), arg(spots), arg(policy.word())]);
 }
 
-/// The last 32 bits of a UUIDv7 are random.
+/// The 24 bits before the last byte of a task's id are random, and those before them count.
 fn spot(id: &pgrx::Uuid) -> i32 {
     let bytes = id.as_bytes();
-    i32::from_be_bytes([bytes[12], bytes[13], bytes[14], bytes[15]])
+    i32::from_be_bytes([bytes[12], bytes[13], bytes[14], bytes[11]])
 }

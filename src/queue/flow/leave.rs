@@ -3,10 +3,11 @@
 //! maintenance worker does it.
 
 use super::enter::{OnFailure, reason};
+use crate::history::{self, LeafStatement};
 use crate::queue::config::{self, Queue};
 use crate::queue::late;
 use crate::queue::store::{self, Outcome, Ticket};
-use crate::spi::{Rows, Session, Statement, arg};
+use crate::spi::{Param, Rows, Session, Statement, arg};
 use crate::values::Instant;
 use crate::{guc, savepoint, spi};
 use pgrx::prelude::*;
@@ -48,37 +49,40 @@ static DESCENDANTS: Statement = Statement::new(
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 
-/// The groups of tasks, each once and in order; the tasks are looked up one by one, so that no plan made while a table was small reads all of it.
+/// The groups of tasks, which are looked up one by one, so that no plan made while a table was small reads all of it.
+static GROUPS: LeafStatement = LeafStatement::new(
+    "select distinct f.group_key::text
+      from unnest($2) as u (id)
+      cross join lateral (select t.group_key from {facts} t where t.queue = $1 and t.id = u.id and t.group_seq is not null limit 1) as f",
+    &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
+);
+
+/// In the order in which they are given: that of their keys.
 static LOCK_TURNS: Statement = Statement::new(
     c"select
-      from (select distinct f.group_key
-            from unnest($2) as u (id)
-            cross join lateral (select t.group_key from stint.task_facts t where t.queue = $1 and t.id = u.id and t.group_seq is not null limit 1) as f
-            order by f.group_key) as k
+      from unnest($2) as k (group_key)
       cross join lateral (select from stint.group_turns t where t.queue = $1 and t.group_key = k.group_key limit 1 for update) as held",
-    &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
+    &[pg_sys::TEXTOID, pg_sys::TEXTARRAYOID],
 );
 
 /// The same without waiting: whether all are locked.
 static TRY_TURNS: Statement = Statement::new(
     c"select coalesce(bool_and(held.mine is not null), true)
-      from (select distinct f.group_key
-            from unnest($2) as u (id)
-            cross join lateral (select t.group_key from stint.task_facts t where t.queue = $1 and t.id = u.id and t.group_seq is not null limit 1) as f) as k
+      from unnest($2) as k (group_key)
       cross join lateral (select from stint.group_turns t where t.queue = $1 and t.group_key = k.group_key limit 1) as there
       left join lateral (select true as mine
                          from stint.group_turns t
                          where t.queue = $1 and t.group_key = k.group_key
                          limit 1
                          for update skip locked) as held on true",
-    &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
+    &[pg_sys::TEXTOID, pg_sys::TEXTARRAYOID],
 );
 
 /// Who is next in the groups of these tasks, not locked.
-static SUCCESSORS: Statement = Statement::new(
-    c"select n.id
+static SUCCESSORS: LeafStatement = LeafStatement::new(
+    "select n.id
       from unnest($2) as u (id)
-      cross join lateral (select t.group_key, t.group_seq from stint.task_facts t where t.queue = $1 and t.id = u.id and t.group_seq is not null limit 1) as f
+      cross join lateral (select t.group_key, t.group_seq from {facts} t where t.queue = $1 and t.id = u.id and t.group_seq is not null limit 1) as f
       cross join lateral (
             select b.id
             from stint.place_blocked b
@@ -131,8 +135,8 @@ static FREE: Statement = Statement::new(
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID, pg_sys::INT4ARRAYOID],
 );
 
-static GROUP: Statement = Statement::new(
-    c"select f.group_key::text, f.group_seq from stint.task_facts f where f.queue = $1 and f.id = $2 and f.group_seq is not null",
+static GROUP: LeafStatement = LeafStatement::new(
+    "select f.group_key::text, f.group_seq from {facts} f where f.queue = $1 and f.id = $2 and f.group_seq is not null",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID],
 );
 
@@ -160,11 +164,20 @@ fn ids_of(rows: &Rows) -> Ids {
     (0..rows.len()).map(|at| rows.must(at, 1)).collect()
 }
 
+/// The groups that tasks of strict groups belong to, each once and in order.
+fn groups_of(session: &Session, name: &str, ids: &[pgrx::Uuid]) -> Vec<String> {
+    let found = history::read_many_latest(session, &GROUPS, name, ids);
+    let mut keys: Vec<String> = found.iter().flat_map(|rows| (0..rows.len()).map(|at| rows.must(at, 1))).collect();
+    keys.sort_unstable();
+    keys.dedup();
+    keys
+}
+
 /// Locks all that may move when tasks end: turns, then blocked rows; their own, where they are blocked, are among them. False where another session holds one
 /// and `patient` is not, and where more has come to depend on them meanwhile: then nothing may be locked on top, out of the order of locks.
 fn lock_once(session: &Session, name: &str, queue: &Queue, ends: &Ids, failing: bool, patient: bool) -> bool {
-    let got = |wait: &Statement, only_try: &Statement, ids: &Ids| {
-        let rows = session.run_latest(if patient { wait } else { only_try }, &[arg(name), arg(ids.clone())]);
+    let got = |wait: &Statement, only_try: &Statement, what: Param| {
+        let rows = session.run_latest(if patient { wait } else { only_try }, &[arg(name), what]);
         patient || rows.must(0, 1)
     };
     let found = || ids_of(&session.run_latest(if failing { &DESCENDANTS } else { &DEPENDENTS }, &[arg(name), arg(ends.clone())]));
@@ -172,14 +185,14 @@ fn lock_once(session: &Session, name: &str, queue: &Queue, ends: &Ids, failing: 
     rows.extend(ends);
     if queue.strict_groups {
         let ending = if failing { rows.clone() } else { ends.clone() };
-        if !got(&LOCK_TURNS, &TRY_TURNS, &ending) {
+        if !got(&LOCK_TURNS, &TRY_TURNS, arg(groups_of(session, name, &ending))) {
             return false;
         }
-        rows.extend(ids_of(&session.run_latest(&SUCCESSORS, &[arg(name), arg(ending)])));
+        rows.extend(history::read_many_latest(session, &SUCCESSORS, name, &ending).iter().flat_map(ids_of));
     }
     rows.sort_unstable_by_key(|id| *id.as_bytes());
     rows.dedup_by_key(|id| *id.as_bytes());
-    if !got(&LOCK_BLOCKED, &TRY_BLOCKED, &rows) {
+    if !got(&LOCK_BLOCKED, &TRY_BLOCKED, arg(rows.clone())) {
         return false;
     }
     // A task that has ended gets no new dependents, but one that may fail with it does until its row is locked.
@@ -301,7 +314,7 @@ fn free(session: &Session, name: &str, met: Vec<(pgrx::Uuid, i32)>, now: Instant
 /// Gives the turn of the ended task's group to the next one. It goes to the end of the line in ready, so that a busy group takes turns with others and does
 /// not keep them waiting. True if that made a task ready.
 fn hand_on(session: &Session, name: &str, id: pgrx::Uuid, now: Instant) -> bool {
-    let group = session.run_latest(&GROUP, &[arg(name), arg(id)]);
+    let group = history::read_latest(session, &GROUP, id, &[arg(name), arg(id)]);
     if group.is_empty() {
         return false;
     }
@@ -322,14 +335,16 @@ static OWE: Statement = Statement::new(c"insert into stint.follow_ups (queue, id
 
 /// What is owed, one at a time so that each is followed up or left as a whole.
 static OWED: Statement = Statement::new(
-    c"select u.queue::text, u.id, o.outcome::text
+    c"select u.queue::text, u.id
       from stint.follow_ups u
-      join stint.task_outcomes o on o.queue = u.queue and o.id = u.id
       order by u.queue, u.id
       limit $1
       for update of u skip locked",
     &[pg_sys::INT8OID],
 );
+
+static OUTCOME: LeafStatement =
+    LeafStatement::new("select o.outcome::text from {outcomes} o where o.queue = $1 and o.id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
 
 static PAID: Statement = Statement::new(c"delete from stint.follow_ups u where u.queue = $1 and u.id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
 
@@ -344,7 +359,8 @@ pub fn settle(session: &Session, max: usize) -> usize {
     let now = Instant::now();
     (0..owed.len())
         .filter(|at| {
-            let (name, id, outcome): (String, pgrx::Uuid, String) = (owed.must(*at, 1), owed.must(*at, 2), owed.must(*at, 3));
+            let (name, id): (String, pgrx::Uuid) = (owed.must(*at, 1), owed.must(*at, 2));
+            let Some(outcome) = history::read(session, &OUTCOME, id, &[arg(name.as_str()), arg(id)]).get::<String>(0, 1) else { return false };
             let end = End { id, outcome: &outcome, turn: true };
             let Some(queue) = config::lookup(session, &name) else { return false };
             if !lock_once(session, &name, &queue, &vec![id], !end.completed(), false) {
