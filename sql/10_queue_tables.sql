@@ -30,6 +30,7 @@ CREATE TABLE stint.queue_config (
     strict_groups   boolean NOT NULL,
     fair            boolean NOT NULL DEFAULT false,
     correct_predictions boolean NOT NULL DEFAULT false,
+    events          boolean NOT NULL,
     history_retention interval,
     history_archive text NOT NULL DEFAULT 'drop' CHECK (history_archive IN ('drop', 'detach')),
     history_class   smallint NOT NULL DEFAULT 0,
@@ -124,6 +125,7 @@ CREATE TABLE stint.task_facts (
     group_key       text COLLATE "C",
     group_seq       bigint,
     depends_on      uuid[],
+    on_dependency_failure text COLLATE "C",
     labels          jsonb,
     payload         jsonb NOT NULL
 ) PARTITION BY LIST (get_byte(uuid_send(id), 15));

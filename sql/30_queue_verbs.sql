@@ -19,7 +19,8 @@ CREATE FUNCTION stint.create_queue(
     fair boolean DEFAULT false,
     correct_predictions boolean DEFAULT false,
     history_retention interval DEFAULT NULL,
-    history_archive text DEFAULT 'drop'
+    history_archive text DEFAULT 'drop',
+    events boolean DEFAULT false
 ) RETURNS void
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'create_queue_wrapper';
@@ -39,6 +40,7 @@ backs off, waits for other tasks or awaits an event holds up those behind it. Wi
 fair: the queue is shared by the tasks'' group_keys in proportion to their weights (stint.set_weight, 1 by default), by tokens spent and not by tasks: the group that got least
 has the next turn, and priority and order count within a group only. Tasks without a group_key are one group. Goes with strict_groups.
 correct_predictions: claims reserve of budgets, and charge to groups, a task''s prediction times what its agent''s latest attempts used for each token predicted (see stint.prediction_advice).
+events: whether every change of status of its tasks is kept for stint.task_events, for stint.task_event_retention; each costs one narrow row more in the transaction that makes it.
 history_retention: how long a task, its attempts and its outcome are kept after it finished, from 1 hour on; null: for ever. They go with their partition, a thirtieth of that time at once, so some are
 kept a little longer. A live task is never removed. Holds for tasks enqueued from now on. history_archive: ''drop'' removes partitions past it, ''detach'' moves them to the schema stint_archive, where they are yours to dump and drop.
 Errors: 42710 the queue exists; 42704 unknown budget; 22023 a value out of its bounds.';

@@ -18,7 +18,8 @@ CREATE FUNCTION stint.alter_queue(
     fair boolean DEFAULT NULL,
     correct_predictions boolean DEFAULT NULL,
     history_retention interval DEFAULT NULL,
-    history_archive text DEFAULT NULL
+    history_archive text DEFAULT NULL,
+    events boolean DEFAULT NULL
 ) RETURNS void
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'alter_queue_wrapper';
@@ -27,7 +28,8 @@ COMMENT ON FUNCTION stint.alter_queue IS
 'Changes a queue''s settings; the arguments are those of stint.create_queue, and null keeps what is there. max_run_time => ''0'' and comment => '''' take theirs away.
 history_retention => ''0'' keeps history for ever; it and history_archive hold for tasks enqueued from now on: those that are there keep what they were enqueued with.
 What runs goes on under the lease, deadline and budgets it was claimed with. fair applies to tasks enqueued from then on: those that wait stand together as the group without
-a key; taken away, the tasks of all groups are claimed by priority, then enqueue order. Waits for: another open transaction that changes the same queue.
+a key; taken away, the tasks of all groups are claimed by priority, then enqueue order. events => true begins a new feed for stint.task_events: transactions that began before
+this commits may leave changes out of it, and positions of an earlier feed are refused. Waits for: another open transaction that changes the same queue.
 Errors: 42704 unknown queue or budget; 22023 a value out of its bounds.';
 
 CREATE FUNCTION stint.set_weight(queue text, group_key text, weight double precision DEFAULT NULL) RETURNS void
@@ -124,7 +126,10 @@ CREATE FUNCTION stint.enqueue_once(
     max_attempts int DEFAULT NULL,
     lease_for interval DEFAULT NULL,
     labels jsonb DEFAULT NULL,
-    max_run_time interval DEFAULT NULL
+    max_run_time interval DEFAULT NULL,
+    group_key text DEFAULT NULL,
+    depends_on uuid[] DEFAULT NULL,
+    on_dependency_failure text DEFAULT 'fail'
 ) RETURNS TABLE (id uuid, created boolean)
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'enqueue_once_wrapper';
@@ -132,7 +137,7 @@ REVOKE ALL ON FUNCTION stint.enqueue_once FROM PUBLIC;
 COMMENT ON FUNCTION stint.enqueue_once IS
 'Adds a task under a key, as stint.enqueue does, and says whether this call made it. Where the key is held, id is its task''s and nothing changes.
 conflict: what a held key with another payload means: ''return'' answers with the task that is there, ''error'' refuses (23505, naming the key). Payloads are compared as jsonb.
-Waits for: another transaction that holds the same key. Use in FROM. Errors: as stint.enqueue; 22004 no key; 23505 as said.';
+Waits for: what stint.enqueue waits for. Use in FROM. Errors: as stint.enqueue; 22004 no key; 23505 as said.';
 
 CREATE FUNCTION stint.snooze(
     queue text,
@@ -172,9 +177,10 @@ REVOKE ALL ON FUNCTION stint.retry FROM PUBLIC;
 COMMENT ON FUNCTION stint.retry IS
 'Makes a failed or cancelled task live again: ready at the end of its line with the priority it was enqueued with. Its attempts stay and count no more, so it has
 max_attempts again; the outcome it had moves to stint.task_retries. A key it had is taken again. What depended on it has ended, or waits
-for it if a sweep ended it a moment ago. It waits for none of the tasks it depended on.
-outcome: ''retried''; ''already_completed''; ''not_finished'', status says where it is; ''key_taken'': another task got its key meanwhile, nothing was changed.
-Use in FROM. Errors: P0002 unknown task; 42704 unknown queue; 0A000 the task was in a strict group, whose turn has passed: enqueue the work again.';
+for it if a sweep ended it a moment ago. Of the tasks it depended on it waits for those that are live again; however the others ended, they do not hold it up any more.
+In a strict group it stands at the end of the line, since its turn has passed.
+outcome: ''retried'', status ready or blocked; ''already_completed''; ''not_finished'', status says where it is; ''key_taken'': another task got its key meanwhile, nothing was changed.
+Waits for: what stint.enqueue waits for, and another retry of the task. Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
 
 CREATE FUNCTION stint.retry_failed(
     queue text,
@@ -187,7 +193,8 @@ AS 'MODULE_PATHNAME', 'retry_failed_wrapper';
 REVOKE ALL ON FUNCTION stint.retry_failed FROM PUBLIC;
 COMMENT ON FUNCTION stint.retry_failed IS
 'Retries at most max failed tasks as stint.retry does, in the order they were enqueued, and returns how many; call it until it returns 0. Cancelled tasks stay.
-since: only those that failed at or after that instant. agent: only those for that agent. Tasks of strict groups, and those whose key another task got, are left out, as are rows that another session holds.
+since: only those that failed at or after that instant. agent: only those for that agent. Those whose key another task got are left out, as are rows that another session holds.
+Tasks that depended on one another wait for one another again, and those of a strict group stand in their old order at the end of its line.
 Errors: 42704 unknown queue; 54000 max above stint.max_batch.';
 
 CREATE FUNCTION stint.reprioritize(

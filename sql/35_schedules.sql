@@ -10,6 +10,7 @@ CREATE TABLE stint.schedule_config (
     priority        int NOT NULL,
     delay           interval,
     key             text COLLATE "C",
+    group_key       text COLLATE "C",
     agent           text COLLATE "C",
     tokens          bigint,
     budgets         text[] COLLATE "C" NOT NULL,
@@ -55,19 +56,21 @@ CREATE FUNCTION stint.create_schedule(
     labels jsonb DEFAULT NULL,
     catch_up text DEFAULT 'last',
     paused boolean DEFAULT false,
-    comment text DEFAULT NULL
+    comment text DEFAULT NULL,
+    group_key text DEFAULT NULL
 ) RETURNS void
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'create_schedule_wrapper';
-REVOKE ALL ON FUNCTION stint.create_schedule(text, text, text, jsonb, text, int, interval, text, text, bigint, text[], int, interval, jsonb, text, boolean, text) FROM PUBLIC;
-COMMENT ON FUNCTION stint.create_schedule(text, text, text, jsonb, text, int, interval, text, text, bigint, text[], int, interval, jsonb, text, boolean, text) IS
+REVOKE ALL ON FUNCTION stint.create_schedule(text, text, text, jsonb, text, int, interval, text, text, bigint, text[], int, interval, jsonb, text, boolean, text, text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.create_schedule(text, text, text, jsonb, text, int, interval, text, text, bigint, text[], int, interval, jsonb, text, boolean, text, text) IS
 'Has a task made in the queue at every time that the cron text names. name: of the schedule, one in the database.
 cron: minute, hour, day of month, month, day of week, as cron reads them: *, lists, ranges, steps (*/15), names (MON, JAN), L (the last day), 15W (the weekday nearest to the 15th), FRI#2
 (the second Friday), +MON (and a Monday, not or); or @hourly, @daily, @weekly, @monthly, @yearly. Where days of month and of week are both given, either is enough.
 time_zone: a name of the IANA database; the text is read on the wall clock there. Where that clock is set, a text that names hours fires once for each time it names: one that is
 skipped, at the first instant after the gap (02:30 becomes 03:00); one that comes twice, the first time. A text that matches every hour follows real time: it fires at every matching
 minute that comes, and makes up none that does not.
-payload, priority, delay, key, agent, tokens, budgets, max_attempts, lease_for, labels: of each task, as stint.enqueue takes them. With a key, a slot that comes while the key is held
+payload, priority, delay, key, agent, tokens, budgets, max_attempts, lease_for, labels, group_key: of each task, as stint.enqueue takes them. In a queue with strict
+groups a group_key keeps two runs from overlapping, and makes each. With a key, a slot that comes while the key is held
 makes no task of its own; in a queue with key_retention 0 that is while the last one is not finished.
 catch_up: what becomes of slots missed by more than a minute, because the server was down or its clock was set forward: ''none'' leaves them out; ''last'' fires once, for the latest; ''all''
 fires each, the earliest first. A clock set back fires nothing twice: the schedule goes on when the clock is past the last slot.

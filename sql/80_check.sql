@@ -119,6 +119,13 @@ AS $$
     SELECT 'the live usage of a budget is what its running tasks reserve', NULL, NULL, u.budget || ': ' || u.running || ' running, ' || u.tokens || ' tokens'
     FROM stint.budget_usage() u WHERE NOT u.derived
     UNION ALL
+    SELECT 'events and their ticks belong to the feed of a queue', x.queue, NULL, x.what
+    FROM (SELECT e.queue, 'events' AS what FROM stint.task_event_log e
+          UNION SELECT t.queue, 'ticks' FROM stint.task_event_ticks t
+          UNION SELECT f.queue, 'feed' FROM stint.task_feeds f
+          UNION SELECT q.queue, 'setting' FROM stint.queue_config q WHERE q.events) x
+    WHERE NOT EXISTS (SELECT FROM stint.task_feeds f JOIN stint.queue_config q ON q.queue = f.queue WHERE f.queue = x.queue)
+    UNION ALL
     SELECT 'a slot belongs to a schedule and has a task or an error', s.queue_was, s.id, s.schedule || ' at ' || s.slot
     FROM stint.schedule_slots s LEFT JOIN stint.schedule_config c ON c.schedule = s.schedule
     WHERE c.schedule IS NULL OR (s.id IS NULL) = (s.error IS NULL)

@@ -15,6 +15,7 @@ static MAX_DELAY_S: GucSetting<i32> = GucSetting::<i32>::new(366 * 24 * 3600);
 static MAX_WAIT_S: GucSetting<i32> = GucSetting::<i32>::new(60);
 static ALLOW_DROP: GucSetting<bool> = GucSetting::<bool>::new(false);
 static NAPTIME_MS: GucSetting<i32> = GucSetting::<i32>::new(500);
+static TASK_EVENT_RETENTION_S: GucSetting<i32> = GucSetting::<i32>::new(7 * 24 * 3600);
 static DOORBELL_MS: GucSetting<i32> = GucSetting::<i32>::new(50);
 static HISTORY_LOCK_MS: GucSetting<i32> = GucSetting::<i32>::new(200);
 static EVENT_RETENTION_S: GucSetting<i32> = GucSetting::<i32>::new(0);
@@ -104,6 +105,16 @@ pub fn init() {
         60_000,
         GucContext::Sighup,
         GucFlags::UNIT_MS,
+    );
+    GucRegistry::define_int_guc(
+        c"stint.task_event_retention",
+        c"How long events of tasks are kept.",
+        c"A reader that asks for older ones is refused, so that it never misses any unawares.",
+        &TASK_EVENT_RETENTION_S,
+        0,
+        i32::MAX,
+        GucContext::Sighup,
+        GucFlags::UNIT_S,
     );
     GucRegistry::define_int_guc(
         c"stint.doorbell_interval",
@@ -243,6 +254,11 @@ pub fn max_wait_s() -> i64 {
 /// `stint.naptime` in milliseconds.
 pub fn naptime_ms() -> i64 {
     i64::from(NAPTIME_MS.get())
+}
+
+/// `stint.task_event_retention` in seconds.
+pub fn task_event_retention_s() -> i64 {
+    i64::from(TASK_EVENT_RETENTION_S.get())
 }
 
 /// `stint.doorbell_interval` in milliseconds.

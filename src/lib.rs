@@ -37,7 +37,8 @@ extension_sql_file!("../sql/35_schedules.sql", name = "schedules", requires = ["
 extension_sql_file!("../sql/35_queue_operations.sql", name = "queue_operations", requires = ["schedules"]);
 extension_sql_file!("../sql/40_state.sql", name = "state", requires = ["queue_operations"]);
 extension_sql_file!("../sql/50_changelog.sql", name = "changelog", requires = ["state"]);
-extension_sql_file!("../sql/55_snapshot.sql", name = "snapshot", requires = ["changelog"]);
+extension_sql_file!("../sql/52_task_events.sql", name = "task_events", requires = ["changelog"]);
+extension_sql_file!("../sql/55_snapshot.sql", name = "snapshot", requires = ["task_events"]);
 extension_sql_file!("../sql/60_accounting.sql", name = "accounting", requires = ["snapshot"]);
 extension_sql_file!("../sql/70_worker.sql", name = "worker", requires = ["accounting"]);
 extension_sql_file!("../sql/75_history.sql", name = "history", requires = ["worker"]);

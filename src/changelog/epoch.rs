@@ -1,6 +1,7 @@
 //! Epochs: transaction ids, leases and schedules mean something in the database they were given out in. A restored or cloned database has those of another one,
 //! so nothing is claimed, swept, fired, captured, ticked or pinned there until `stint.activate()` closes that epoch and opens its own; what there is stays readable.
 
+use super::feed;
 use crate::accounting::roll_up;
 use crate::errors::Fault;
 use crate::input;
@@ -105,6 +106,7 @@ fn activate(keep_leases: Option<bool>) -> i32 {
         match current(session) {
             Some((_, false)) => {
                 session.run(&CLOSE, &[]);
+                feed::close(session);
                 if !keep_leases {
                     session.run(&END_LEASES, &[]);
                 }

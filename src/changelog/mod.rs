@@ -7,6 +7,7 @@
 pub mod capture;
 pub mod consumer;
 pub mod epoch;
+pub mod feed;
 pub mod images;
 pub mod reader;
 pub mod shape;

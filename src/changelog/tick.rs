@@ -3,7 +3,7 @@
 //! The tick lock is taken first and the snapshot then, so each tick's snapshot includes the one before. The transaction has no id of its own when the snapshot
 //! is taken: its own id would count as ended in it.
 
-use super::epoch;
+use super::{epoch, feed};
 use crate::object_lock::{self, Lock};
 use crate::spi::{Identity, Session, Statement, arg, connect};
 use pgrx::prelude::*;
@@ -57,7 +57,10 @@ fn tick() -> i64 {
         let _owner = Identity::owner();
         epoch::refuse_in_copy(session);
         object_lock::take(Lock::Ticks, false);
-        advance(session)
+        let snapshot = feed::snapshot(session);
+        let end = advance(session);
+        feed::advance(session, &snapshot);
+        end
     })
 }
 

@@ -3,6 +3,7 @@
 use super::config;
 use super::create::{SETTING_TYPES, Settings};
 use super::factors;
+use crate::changelog::feed;
 use crate::history::classes;
 use crate::input;
 use crate::shmem::{self, config as generation, waiters};
@@ -27,7 +28,8 @@ static UPDATE: Statement = Statement::new(
           paused = coalesce($13, q.paused),
           comment = nullif(coalesce($14, q.comment), ''),
           fair = coalesce($15, q.fair),
-          correct_predictions = coalesce($16, q.correct_predictions)
+          correct_predictions = coalesce($16, q.correct_predictions),
+          events = coalesce($17, q.events)
       where q.queue = $1",
     &SETTING_TYPES,
 );
@@ -61,6 +63,7 @@ fn alter_queue(
     correct_predictions: Option<bool>,
     history_retention: Option<RawInterval>,
     history_archive: Option<&str>,
+    events: Option<bool>,
 ) {
     shmem::required();
     let name = input::name("queue", queue);
@@ -81,6 +84,7 @@ fn alter_queue(
         comment,
         fair,
         correct_predictions,
+        events,
     };
     settings.check();
     classes::check(history_retention, history_archive, true);
@@ -91,6 +95,9 @@ fn alter_queue(
     spi::connect(|session| {
         let queue = config::find(session, name);
         session.run(&UPDATE, &settings.params(session));
+        if events == Some(true) && !queue.events {
+            feed::begin(session, name);
+        }
         if history_retention.is_some() || history_archive.is_some() {
             classes::change(session, name, history_retention, history_archive);
         }

@@ -59,9 +59,8 @@ fn cancel(
                 heads::stir(shmem::Instance::here(), waited.must(0, 2));
             }
             if waited.is_empty() && !session.run(&BLOCKED, &key).is_empty() {
-                let outcome = leave::cancel_blocked(session, name, &queue, id, reason, now)?;
-                store::announce(&queue, 0);
-                return Some((outcome, outcome.to_string()));
+                leave::leave_blocked(session, name, &queue, id, &Outcome::waiting("cancelled", reason), now, true)?;
+                return Some(("cancelled", "cancelled".to_string()));
             }
             if !waited.is_empty() {
                 let outcome = Outcome { outcome: "cancelled", attempt: waited.must(0, 1), lease: None, error: reason, result: None };

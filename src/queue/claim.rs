@@ -8,6 +8,7 @@ use super::config::{self, Front, Lane, Queue};
 use super::horizon;
 use super::lines;
 use super::store::{self, Ticket};
+use super::task_events::{self, Change};
 use super::turns::{self, Turns, share};
 use crate::budget::live;
 use crate::errors::Fault;
@@ -504,6 +505,8 @@ fn start(session: &Session, name: &str, queue: &Queue, taken: &[Taken], wish: &W
                     arg(*share),
                 ],
             );
+            let change = Change { id: ticket.id, status: "running", attempt, worker: Some(wish.worker), why: None };
+            task_events::record(session, name, &change);
             Some((
                 name.to_string(),
                 ticket.id,

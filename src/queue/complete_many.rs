@@ -2,6 +2,7 @@
 
 use super::config;
 use super::finish::{self, Completion};
+use super::flow::leave;
 use super::usage::Usage;
 use crate::errors::Fault;
 use crate::spi::{self, Rows, Session, Statement, arg};
@@ -9,6 +10,7 @@ use crate::values::{Instant, RawJsonb};
 use crate::{errors, input, shmem};
 use pgrx::pg_sys::panic::CaughtError;
 use pgrx::prelude::*;
+use std::collections::HashSet;
 use std::ffi::CString;
 use std::panic::AssertUnwindSafe;
 
@@ -54,6 +56,13 @@ static ITEMS: Statement = Statement::new(
       from jsonb_array_elements($1) with ordinality as i (item, at)
       order by i.at",
     &[pg_sys::JSONBOID],
+);
+
+static BLOCKED: Statement = Statement::new(
+    c"select b.id
+      from unnest($2) as u (id)
+      cross join lateral (select t.id from stint.place_blocked t where t.queue = $1 and t.id = u.id limit 1) as b",
+    &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 
 static ARRAY_LENGTH: Statement = Statement::new(c"select case when jsonb_typeof($1) = 'array' then jsonb_array_length($1) end", &[pg_sys::JSONBOID]);
@@ -166,17 +175,25 @@ fn complete_many(
         let texts: Vec<Texts> =
             (0..rows.len()).map(|at| Texts { run_id: rows.get(at, 4), trace_id: rows.get(at, 5), model: rows.get(at, 6) }).collect();
         let mut completions: Vec<(usize, Completion)> = texts.iter().enumerate().map(|(at, texts)| (at, completion(&rows, at, texts))).collect();
-        // In the order of their ids, so that two batches that share tasks wait for each other in a line and not in a ring.
-        completions.sort_by_key(|(_, completion)| *completion.id.as_bytes());
-        let mut answers: Vec<Answered> = completions
-            .iter()
-            .map(|(at, completion)| {
-                let answer = of_item(*at, None, || finish::complete_one(session, name, &queue, completion, now));
-                // This call's own result goes back as it came in; SPI's memory does not outlive this block.
-                let result = if answer.first { rows.lift(*at, 3).map(RawJsonb) } else { answer.result };
-                (*at as i32 + 1, completion.id, answer.outcome.to_string(), result, answer.first, answer.status)
-            })
-            .collect();
+        // In the order of their ids, and what follows their ends at the end, so that two that share tasks wait for each other in a line and not in a ring. What is
+        // blocked (after a retry) has its rows in another place of that line: it comes last, and is not waited for.
+        let ids: Vec<pgrx::Uuid> = completions.iter().map(|(_, completion)| completion.id).collect();
+        let blocked = session.run(&BLOCKED, &[arg(name), arg(ids)]);
+        let blocked: HashSet<[u8; 16]> = (0..blocked.len()).map(|at| *blocked.must::<pgrx::Uuid>(at, 1).as_bytes()).collect();
+        completions.sort_by_key(|(_, completion)| (blocked.contains(completion.id.as_bytes()), *completion.id.as_bytes()));
+        let waiting = completions.iter().filter(|(_, completion)| !blocked.contains(completion.id.as_bytes())).count();
+        let mut ends = Vec::new();
+        let mut answers: Vec<Answered> = Vec::with_capacity(completions.len());
+        for (number, (at, completion)) in completions.iter().enumerate() {
+            if number == waiting {
+                leave::follow(session, name, std::mem::take(&mut ends), now);
+            }
+            let answer = of_item(*at, None, || finish::complete_in_batch(session, name, &queue, completion, now, false, &mut ends));
+            // This call's own result goes back as it came in; SPI's memory does not outlive this block.
+            let result = if answer.first { rows.lift(*at, 3).map(RawJsonb) } else { answer.result };
+            answers.push((*at as i32 + 1, completion.id, answer.outcome.to_string(), result, answer.first, answer.status));
+        }
+        leave::follow(session, name, ends, now);
         answers.sort_unstable_by_key(|answer| answer.0);
         answers
     });

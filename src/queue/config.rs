@@ -31,7 +31,8 @@ static QUEUE: Statement = Statement::new(
              q.paused,
              q.fair,
              q.correct_predictions,
-             q.history_class::int
+             q.history_class::int,
+             q.events
       from stint.queue_config q
       where q.queue = $1",
     &[pg_sys::TEXTOID],
@@ -143,6 +144,8 @@ pub struct Queue {
     pub max_run_time: Option<i64>,
     /// Whether claims find nothing.
     pub paused: bool,
+    /// Whether changes of status are kept as events.
+    pub events: bool,
     /// The retention class of tasks enqueued from now on.
     pub history_class: u8,
     /// The configuration's generation before this was read; 0 where it was not read to be kept.
@@ -296,6 +299,7 @@ fn read(session: &Session, name: &str, generation: u64) -> Option<Queue> {
         max_run_time: row.get(0, 13),
         paused: row.must(0, 14),
         history_class: u8::try_from(row.must::<i32>(0, 17)).unwrap_or(FOR_EVER),
+        events: row.must(0, 18),
         generation,
         own_budgets,
         budgets,

@@ -1,7 +1,7 @@
 //! `stint.create_queue`: a queue and its settings. [`Settings`] checks them for `alter_queue` too.
 
 use super::config;
-use crate::changelog::epoch;
+use crate::changelog::{epoch, feed};
 use crate::history::classes;
 use crate::shmem::{self, config as generation};
 use crate::spi::{self, Param, Session, Statement, arg};
@@ -12,8 +12,8 @@ use pgrx::prelude::*;
 static INSERT: Statement = Statement::new(
     c"insert into stint.queue_config
              (queue, lease_for, max_attempts, backoff_base, backoff_factor, backoff_max, backoff_jitter, budgets, key_retention, late_result, notify,
-              max_run_time, paused, comment, fair, correct_predictions, strict_groups)
-      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17)
+              max_run_time, paused, comment, fair, correct_predictions, events, strict_groups)
+      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18)
       on conflict (queue) do nothing",
     &INSERT_TYPES,
 );
@@ -21,7 +21,7 @@ static INSERT: Statement = Statement::new(
 static FIRST_LANE: Statement = Statement::new(c"insert into stint.lanes (queue, budgets) values ($1, '{}')", &[pg_sys::TEXTOID]);
 
 /// The types of the queue's name and its settings, in the order of [`Settings::params`].
-pub const SETTING_TYPES: [pg_sys::Oid; 16] = [
+pub const SETTING_TYPES: [pg_sys::Oid; 17] = [
     pg_sys::TEXTOID,
     pg_sys::INTERVALOID,
     pg_sys::INT4OID,
@@ -38,11 +38,12 @@ pub const SETTING_TYPES: [pg_sys::Oid; 16] = [
     pg_sys::TEXTOID,
     pg_sys::BOOLOID,
     pg_sys::BOOLOID,
+    pg_sys::BOOLOID,
 ];
 
 /// The same and whether groups are strict, which never changes.
-const INSERT_TYPES: [pg_sys::Oid; 17] = {
-    let mut types = [pg_sys::BOOLOID; 17];
+const INSERT_TYPES: [pg_sys::Oid; 18] = {
+    let mut types = [pg_sys::BOOLOID; 18];
     let mut at = 0;
     while at < SETTING_TYPES.len() {
         types[at] = SETTING_TYPES[at];
@@ -85,6 +86,8 @@ pub struct Settings<'a> {
     pub fair: Option<bool>,
     /// Whether claims correct predictions.
     pub correct_predictions: Option<bool>,
+    /// Whether changes of status are kept as events.
+    pub events: Option<bool>,
 }
 
 impl Settings<'_> {
@@ -120,7 +123,7 @@ impl Settings<'_> {
     }
 
     /// The statement's arguments; an error naming a budget that does not exist.
-    pub fn params(self, session: &Session) -> [Param; 16] {
+    pub fn params(self, session: &Session) -> [Param; 17] {
         let budgets = self.budgets.map(|budgets| input::names("budgets", Some(budgets)));
         if let Some(budgets) = &budgets {
             config::budget_numbers(session, budgets);
@@ -142,6 +145,7 @@ impl Settings<'_> {
             arg(self.comment),
             arg(self.fair),
             arg(self.correct_predictions),
+            arg(self.events),
         ]
     }
 }
@@ -168,6 +172,7 @@ fn create_queue(
     correct_predictions: Option<bool>,
     history_retention: Option<RawInterval>,
     history_archive: Option<&str>,
+    events: Option<bool>,
 ) {
     shmem::required();
     let settings = Settings {
@@ -187,6 +192,7 @@ fn create_queue(
         comment,
         fair: Some(input::given("fair", fair)),
         correct_predictions: Some(input::given("correct_predictions", correct_predictions)),
+        events: Some(input::given("events", events)),
     };
     settings.check();
     if let Some(longest) = max_run_time {
@@ -206,6 +212,9 @@ fn create_queue(
             errors::exists("queue", queue, "Use another name, or the queue that is there: the view stint.queues shows its settings.");
         }
         session.run(&FIRST_LANE, &[arg(queue)]);
+        if events == Some(true) {
+            feed::begin(session, queue);
+        }
         classes::change(session, queue, history_retention, Some(history_archive));
         generation::changed();
     });

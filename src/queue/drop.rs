@@ -64,7 +64,11 @@ static RUNNING: Statement =
     Statement::new(c"delete from stint.place_running r where r.queue = $1 returning r.budgets, r.reserved, r.started_at", &[pg_sys::TEXTOID]);
 
 /// Everything else, once nobody else writes.
-static REST: [Statement; 16] = [
+static REST: [Statement; 19] = [
+    // The feed's own row first: a tick holds it while it adds to the others.
+    Statement::new(c"delete from stint.task_feeds e where e.queue = $1", &[pg_sys::TEXTOID]),
+    Statement::new(c"delete from stint.task_event_log e where e.queue = $1", &[pg_sys::TEXTOID]),
+    Statement::new(c"delete from stint.task_event_ticks e where e.queue = $1", &[pg_sys::TEXTOID]),
     Statement::new(c"delete from stint.place_ready w where w.queue = $1", &[pg_sys::TEXTOID]),
     Statement::new(c"delete from stint.place_scheduled s where s.queue = $1", &[pg_sys::TEXTOID]),
     Statement::new(c"delete from stint.place_blocked b where b.queue = $1", &[pg_sys::TEXTOID]),

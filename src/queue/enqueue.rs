@@ -1,7 +1,7 @@
 //! `stint.enqueue`: one task. What it shares with `enqueue_many` is [`Request`], which checks a task, and [`store`], which writes it.
 
 use super::config::{self, Queue};
-use super::flow::enter::{self, Gate, OnFailure};
+use super::flow::enter::{self, Gate, OnFailure, Wait};
 use super::store::{self, Outcome, Ticket};
 use crate::errors::Fault;
 use crate::history::{self, LeafStatement};
@@ -12,8 +12,8 @@ use pgrx::prelude::*;
 
 static FACTS: LeafStatement = LeafStatement::new(
     "insert into {facts} (queue, id, lane, priority, max_attempts, tokens, enqueued_at, run_at, lease_for, agent, key, group_key, group_seq,
-              depends_on, labels, payload, max_run_time)
-      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17)",
+              depends_on, on_dependency_failure, labels, payload, max_run_time)
+      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18)",
     &[
         pg_sys::TEXTOID,
         pg_sys::UUIDOID,
@@ -29,6 +29,7 @@ static FACTS: LeafStatement = LeafStatement::new(
         pg_sys::TEXTOID,
         pg_sys::INT8OID,
         pg_sys::UUIDARRAYOID,
+        pg_sys::TEXTOID,
         pg_sys::JSONBOID,
         pg_sys::JSONBOID,
         pg_sys::INTERVALOID,
@@ -95,6 +96,11 @@ impl Request {
         }
     }
 
+    /// What it waits for beside a time.
+    pub fn wait(&self) -> Wait<'_> {
+        Wait { depends_on: &self.depends_on, group_key: self.group_key.as_deref(), budgets: Some(&self.budgets) }
+    }
+
     /// The instant it becomes due, if that is in the future.
     fn due(&self, now: Instant) -> Option<Instant> {
         let due = self.run_at.or_else(|| self.delay.map(|delay| now.plus(delay.micros())))?;
@@ -139,7 +145,8 @@ pub fn store(session: &Session, name: &str, queue: &Queue, gate: &mut Gate, id: 
     let due = request.due(now);
     let lane = config::lane_for(session, name, queue, &request.budgets);
     let group_seq = request.group_key.as_ref().filter(|_| queue.strict_groups).map(|_| store::next_seq());
-    let depends_on = (!request.depends_on.is_empty()).then(|| request.depends_on.clone());
+    let (depends_on, on_failure) =
+        (!request.depends_on.is_empty()).then(|| (request.depends_on.clone(), request.on_dependency_failure.word())).unzip();
     config::keep_from_dropping();
     history::write(
         session,
@@ -160,6 +167,7 @@ pub fn store(session: &Session, name: &str, queue: &Queue, gate: &mut Gate, id: 
             arg(request.group_key.as_deref()),
             arg(group_seq),
             arg(depends_on),
+            arg(on_failure),
             arg(request.labels),
             arg(request.payload),
             arg(request.max_run_time),
@@ -169,10 +177,10 @@ pub fn store(session: &Session, name: &str, queue: &Queue, gate: &mut Gate, id: 
     let lane = gate.lane(request, lane);
     let ticket = Ticket { id, lane, priority: request.priority, tokens: request.tokens, attempt: 0, counted: 0 };
     if let Some((outcome, error)) = gate.doom(request) {
-        store::write_outcome(session, name, id, now, &Outcome { outcome, attempt: 0, lease: None, error: Some(&error), result: None });
+        store::write_outcome(session, name, id, now, &Outcome::waiting(outcome, Some(&error)));
         return false;
     }
-    let open = gate.open(request);
+    let open = gate.open(&request.depends_on);
     let behind = request.group_key.as_deref().zip(group_seq).filter(|(key, _)| !gate.take_turn(key));
     if !open.is_empty() || behind.is_some() {
         store::to_blocked(session, name, &ticket, due, behind);
@@ -250,7 +258,7 @@ pub fn add(
         held(earlier, &request);
         return (earlier, false);
     }
-    let mut gate = enter::hold(session, name, &queue, std::iter::once(&request));
+    let mut gate = enter::hold(session, name, &queue, std::iter::once(request.wait()));
     let ready = store(session, name, &queue, &mut gate, id, &request, now);
     gate.leave(session, name);
     store::announce(&queue, usize::from(ready));

@@ -205,7 +205,7 @@ fn enqueue_many(
                 stored[at] = (stored[at].0, earlier, false);
             }
         }
-        let made = requests.iter().zip(&stored).filter(|(_, (_, _, created))| *created).map(|(request, _)| request);
+        let made = requests.iter().zip(&stored).filter(|(_, (_, _, created))| *created).map(|(request, _)| request.wait());
         let mut gate = enter::hold(session, name, &queue, made);
         let mut ready = 0;
         for (at, (request, (_, id, created))) in requests.iter().zip(&stored).enumerate() {

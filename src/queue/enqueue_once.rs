@@ -1,7 +1,7 @@
 //! `stint.enqueue_once`: one task for a key, and the news whether this call made it.
 
 use super::enqueue::{self, Request};
-use super::flow::enter::OnFailure;
+use super::flow::enter::{self, OnFailure};
 use crate::errors::{self, Fault};
 use crate::history::{self, LeafStatement};
 use crate::spi::{self, Session, arg};
@@ -42,6 +42,9 @@ fn enqueue_once(
     lease_for: Option<RawInterval>,
     labels: Option<RawJsonb>,
     max_run_time: Option<RawInterval>,
+    group_key: Option<&str>,
+    depends_on: Option<Vec<Option<pgrx::Uuid>>>,
+    on_dependency_failure: Option<&str>,
 ) -> TableIterator<'static, (name!(id, pgrx::Uuid), name!(created, bool))> {
     shmem::required();
     let name = input::name("queue", queue);
@@ -59,9 +62,9 @@ fn enqueue_once(
         agent: agent.map(str::to_string),
         tokens,
         budgets: Vec::new(),
-        group_key: None,
-        depends_on: Vec::new(),
-        on_dependency_failure: OnFailure::Fail,
+        group_key: group_key.map(str::to_string),
+        depends_on: enter::ids(depends_on),
+        on_dependency_failure: OnFailure::argument(input::given("on_dependency_failure", on_dependency_failure)),
         max_attempts,
         lease_for,
         labels,

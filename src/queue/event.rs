@@ -18,6 +18,11 @@ use pgrx::prelude::*;
 use std::collections::BTreeMap;
 
 static LIVE: Statement = Statement::new(
+    c"select r.attempt from stint.place_running r where r.queue = $1 and r.id = $2 and r.lease = $3",
+    &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::UUIDOID],
+);
+
+static LOCK: Statement = Statement::new(
     c"select r.attempt from stint.place_running r where r.queue = $1 and r.id = $2 and r.lease = $3 for update",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::UUIDOID],
 );
@@ -34,6 +39,10 @@ static EMIT: Statement = Statement::new(
 );
 
 static STORED: Statement = Statement::new(c"select e.payload from stint.events e where e.event = $1", &[pg_sys::TEXTOID]);
+
+/// In the order of their ids, as an enqueue holds what it depends on.
+static LOCK_AWAITING: Statement =
+    Statement::new(c"select from stint.place_scheduled s where s.event = $1 order by s.queue, s.id for update", &[pg_sys::TEXTOID]);
 
 static WAKE: Statement = Statement::new(
     c"delete from stint.place_scheduled s
@@ -61,21 +70,32 @@ fn await_event(
     let _owner = spi::Identity::owner();
     let (status, payload) = spi::connect(|session| {
         let queue = config::find(session, name);
-        let live = session.run(&LIVE, &[arg(name), arg(id), arg(lease)]);
-        if live.is_empty() {
+        let task = [arg(name), arg(id), arg(lease)];
+        let answered = || {
+            checkpoint::kept(session, name, id, event).map(|kept| match kept {
+                Some(payload) => ("emitted", Some(payload)),
+                None => ("timed_out", None),
+            })
+        };
+        if session.run(&LIVE, &task).is_empty() {
             late::known(session, name, id);
             return ("lost", None);
         }
-        match checkpoint::kept(session, name, id, event) {
-            Some(Some(payload)) => return ("emitted", Some(payload)),
-            Some(None) => return ("timed_out", None),
-            None => {}
+        if let Some(answer) = answered() {
+            return answer;
         }
-        // An old event may be let go of between the two.
+        // The event before the task, as an emit takes them. An old event may be let go of between the two.
         let row = late::decide(|| {
             session.run(&EXPECT, &[arg(event)]);
             Some(session.run(&LOOK, &[arg(event)])).filter(|row| !row.is_empty())
         });
+        let live = session.run(&LOCK, &task);
+        if live.is_empty() {
+            return ("lost", None);
+        }
+        if let Some(answer) = answered() {
+            return answer;
+        }
         if row.get(0, 1) == Some(true) {
             let payload = row.lift(0, 2).map(RawJsonb);
             checkpoint::save(session, name, id, event, payload, live.must(0, 1), now);
@@ -113,6 +133,7 @@ fn emit(
         if session.run(&EMIT, &[arg(event), arg(payload), arg(now)]).is_empty() {
             return (false, 0, session.run_latest(&STORED, &[arg(event)]).lift(0, 1).map(RawJsonb));
         }
+        session.run_latest(&LOCK_AWAITING, &[arg(event)]);
         let rows = session.run_latest(&WAKE, &[arg(event)]);
         let mut woken: Vec<(String, Ticket)> = (0..rows.len())
             .map(|at| {

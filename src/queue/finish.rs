@@ -2,6 +2,7 @@
 //! became of it (`late`).
 
 use super::config;
+use super::flow::leave::{self, End};
 use super::late::{self, Answer, Late};
 use super::store::{self, Attempt, Outcome, Ticket};
 use super::usage::Usage;
@@ -117,17 +118,33 @@ pub struct Completion<'a> {
 
 /// Ends an attempt as completed, or says what had become of it.
 pub fn complete_one(session: &Session, name: &str, queue: &config::Queue, completion: &Completion, now: Instant) -> Answer {
+    let mut ends = Vec::new();
+    let answer = complete_in_batch(session, name, queue, completion, now, true, &mut ends);
+    leave::follow(session, name, ends, now);
+    answer
+}
+
+/// As [`complete_one`], but what follows the end of the task is left to the caller, as [`store::outcome_of_batch`] says.
+pub fn complete_in_batch(
+    session: &Session,
+    name: &str,
+    queue: &config::Queue,
+    completion: &Completion,
+    now: Instant,
+    patient: bool,
+    ends: &mut Vec<End<'static>>,
+) -> Answer {
     let Completion { id, lease, result, ref usage } = *completion;
     late::decide(|| {
         if let Some(ran) = end(session, name, id, lease) {
             let usage = usage.or_known(ran.run_id.as_deref(), ran.trace_id.as_deref());
             store::attempt(session, name, &ran.attempt(lease), "completed", now, None, &usage);
             let outcome = Outcome { outcome: "completed", attempt: ran.ticket.attempt, lease: Some(lease), error: None, result };
-            store::outcome(session, name, id, now, &outcome);
+            store::outcome_of_batch(session, name, id, now, &outcome, ends);
             store::announce(queue, 0);
             return Some(Answer::first("completed", result, "completed"));
         }
-        late::call(session, &Late { name, queue, id, lease, now, call: Call::Complete, result, usage })
+        late::call(session, &Late { name, queue, id, lease, now, call: Call::Complete, result, patient, usage }, ends)
     })
 }
 
@@ -208,7 +225,11 @@ fn fail(
         let queue = config::find(session, name);
         late::decide(|| {
             let Some(ran) = end(session, name, id, lease) else {
-                return late::call(session, &Late { name, queue: &queue, id, lease, now, call: Call::Fail, result: None, usage: &usage });
+                return late::call(
+                    session,
+                    &Late { name, queue: &queue, id, lease, now, call: Call::Fail, result: None, patient: true, usage: &usage },
+                    &mut Vec::new(),
+                );
             };
             let usage = usage.or_known(ran.run_id.as_deref(), ran.trace_id.as_deref());
             let ended = if ran.cancel_requested { "cancelled" } else { "failed" };

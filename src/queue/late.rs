@@ -1,6 +1,7 @@
 //! A call whose lease is not the live one: what `stint_core::verdict` decides is looked up, and where a late result is accepted, done.
 
 use super::config::Queue;
+use super::flow::leave::{self, End};
 use super::store::{self, Outcome};
 use super::usage::Usage;
 use crate::errors::Fault;
@@ -79,6 +80,8 @@ pub struct Late<'a> {
     pub call: Call,
     /// Its result.
     pub result: Option<RawJsonb>,
+    /// Whether to wait for what else has to move when it completes a blocked task.
+    pub patient: bool,
     /// Its usage.
     pub usage: &'a Usage<'a>,
 }
@@ -117,8 +120,8 @@ pub fn unknown_task(session: &Session, name: &str, id: pgrx::Uuid) -> ! {
     }
 }
 
-/// Decides a late call; `None` when the task moved meanwhile.
-pub fn call(session: &Session, late: &Late) -> Option<Answer> {
+/// Decides a late call; `None` when the task moved meanwhile. A task that it completes is put among `ends` where others wait for its end.
+pub fn call(session: &Session, late: &Late, ends: &mut Vec<End<'static>>) -> Option<Answer> {
     let row = history::read(session, &LOOK, late.id, &[arg(late.name), arg(late.id), arg(late.lease)]);
     if !row.get(0, 1).unwrap_or(false) {
         unknown_task(session, late.name, late.id);
@@ -137,14 +140,18 @@ pub fn call(session: &Session, late: &Late) -> Option<Answer> {
     if verdict == Verdict::Accept {
         let number = waiting?;
         let key = [arg(late.name), arg(late.id), arg(number)];
-        let left = session.run(&LEAVE_READY, &key);
-        if !left.is_empty() {
-            heads::stir(shmem::Instance::here(), left.must(0, 1));
-        } else if session.run(&LEAVE_SCHEDULED, &key).is_empty() {
-            return None;
-        }
         let outcome = Outcome { outcome: "completed", attempt: number, lease: Some(late.lease), error: None, result: late.result };
-        store::outcome(session, late.name, late.id, late.now, &outcome);
+        if status == "blocked" {
+            leave::leave_blocked(session, late.name, late.queue, late.id, &outcome, late.now, late.patient)?;
+        } else {
+            let left = session.run(&LEAVE_READY, &key);
+            if !left.is_empty() {
+                heads::stir(shmem::Instance::here(), left.must(0, 1));
+            } else if session.run(&LEAVE_SCHEDULED, &key).is_empty() {
+                return None;
+            }
+            store::outcome_of_batch(session, late.name, late.id, late.now, &outcome, ends);
+        }
         store::announce(late.queue, 0);
     }
     if let (true, Some((number, _))) = (keep_usage, attempt) {

@@ -34,5 +34,6 @@ pub mod shares;
 pub mod snooze;
 pub mod store;
 pub mod sweep;
+pub mod task_events;
 pub mod turns;
 pub mod usage;

@@ -24,8 +24,10 @@ static FROM_SCHEDULED: Statement = Statement::new(
 );
 
 /// The latest first: none of them then ends because one it depends on did.
-static BLOCKED: Statement =
-    Statement::new(c"select b.id from stint.place_blocked b where b.queue = $1 order by b.id desc limit $2", &[pg_sys::TEXTOID, pg_sys::INT8OID]);
+static BLOCKED: Statement = Statement::new(
+    c"select b.id from stint.place_blocked b where b.queue = $1 and b.id <= $2 order by b.id desc limit $3",
+    &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT8OID],
+);
 
 /// Why, where the caller gives no reason.
 const PURGE: &str = "the queue was purged";
@@ -33,11 +35,12 @@ const PURGE: &str = "the queue was purged";
 fn cancel_all(session: &Session, name: &str, rows: &Rows, reason: &str, now: Instant) {
     for at in 0..rows.len() {
         let outcome = Outcome { outcome: "cancelled", attempt: rows.must(at, 2), lease: None, error: Some(reason), result: None };
-        store::outcome(session, name, rows.must(at, 1), now, &outcome);
+        store::outcome_of_many(session, name, rows.must(at, 1), now, &outcome);
         if let Some(lane) = rows.get(at, 3) {
             heads::stir(Instance::here(), lane);
         }
     }
+    leave::settle(session, rows.len());
 }
 
 /// Cancels at most `max` waiting tasks, in batches, so that memory stays bounded whatever `max` is. Returns how many.
@@ -45,15 +48,18 @@ fn purge(name: &str, queue: &Queue, max: i64, reason: &str) -> i64 {
     let batch = i64::from(guc::max_batch());
     let now = Instant::now();
     let mut left = max;
-    while left > 0 {
-        let gone = spi::connect(|session| {
-            let rows = session.run(&BLOCKED, &[arg(name), arg(left.min(batch))]);
-            (0..rows.len()).filter(|at| leave::cancel_blocked(session, name, queue, rows.must(*at, 1), Some(reason), now).is_some()).count() as i64
+    let outcome = Outcome::waiting("cancelled", Some(reason));
+    let mut next = Some(pgrx::Uuid::from_bytes([0xff; 16]));
+    while let Some(from) = next.take().filter(|_| left > 0) {
+        let page: Vec<pgrx::Uuid> = spi::connect(|session| {
+            let rows = session.run(&BLOCKED, &[arg(name), arg(from), arg(left.min(batch))]);
+            (0..rows.len()).map(|at| rows.must(at, 1)).collect()
         });
-        left -= gone;
-        if gone == 0 {
-            break;
+        for id in &page {
+            // What another session holds stays; its turn comes when what it waits for has ended.
+            left -= i64::from(spi::connect(|session| leave::leave_blocked(session, name, queue, *id, &outcome, now, false)).is_some());
         }
+        next = page.last().copied().filter(|last| last.as_bytes() != from.as_bytes());
     }
     for statement in [&FROM_READY, &FROM_SCHEDULED] {
         while left > 0 {

@@ -61,13 +61,13 @@ fn reprioritize(
             let ready = session.run(&FROM_READY, &key);
             if !ready.is_empty() {
                 // Where it stood in its line: among the tasks of its new priority it keeps its age.
-                store::back_to_ready(session, name, &ticket(&ready, id, priority), ready.must(0, 5));
+                store::place_ready(session, name, &ticket(&ready, id, priority), ready.must(0, 5));
                 store::announce(&queue, 0);
                 return Some(("reprioritized", "ready".to_string()));
             }
             let scheduled = session.run(&FROM_SCHEDULED, &key);
             if !scheduled.is_empty() {
-                store::to_scheduled(session, name, &ticket(&scheduled, id, priority), scheduled.must::<Instant>(0, 5));
+                store::place_scheduled(session, name, &ticket(&scheduled, id, priority), scheduled.must::<Instant>(0, 5), None);
                 return Some(("reprioritized", "scheduled".to_string()));
             }
             for (statement, status) in [(&AWAITING, "scheduled"), (&BLOCKED, "blocked")] {

@@ -1,25 +1,31 @@
 //! `stint.retry` and `stint.retry_failed`: a finished task becomes live again. Its outcome moves to `task_retries`, its attempts stay, and those that counted count
-//! no more.
+//! no more. It waits again for those of its dependencies that are live again, and in a strict group it stands at the end of the line: its turn has passed. So what
+//! it waits for never waits for it.
+//!
+//! Locks in order: outcomes by id, keys in their order, then those of an enqueue.
 
 use super::config::{self, Queue};
+use super::flow::enter::{self, Gate, OnFailure, Wait};
 use super::store::{self, Ticket};
 use super::{keys, late};
-use crate::errors::Fault;
 use crate::history::{self, LeafStatement};
 use crate::spi::{self, Session, Statement, arg};
 use crate::values::Instant;
 use crate::{input, shmem};
 use pgrx::prelude::*;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 
-/// The key first: a task whose key has passed to another stays as it is.
-static KEY: LeafStatement = LeafStatement::new(
-    "select f.key::text, o.outcome::text, f.group_seq is not null
+static TASK: LeafStatement = LeafStatement::new(
+    "select o.outcome::text, f.key::text, f.group_key::text, f.group_seq is not null, coalesce(f.depends_on, '{}'), f.on_dependency_failure::text,
+             f.lane, f.priority, f.tokens
       from {facts} f
       left join {outcomes} o on o.queue = f.queue and o.id = f.id
       where f.queue = $1 and f.id = $2",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID],
 );
+
+static LOCK: LeafStatement =
+    LeafStatement::new("select from {outcomes} o where o.queue = $1 and o.id = $2 for update", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
 
 static TAKE_BACK: LeafStatement = LeafStatement::new(
     "delete from {outcomes} o
@@ -49,48 +55,89 @@ static RECORD: Statement = Statement::new(
     ],
 );
 
-static FACTS: LeafStatement = LeafStatement::new(
-    "select f.lane, f.priority, f.tokens, f.group_key::text from {facts} f where f.queue = $1 and f.id = $2",
-    &[pg_sys::TEXTOID, pg_sys::UUIDOID],
-);
-
 /// In the order of their ids, as every verb that takes several.
 static FAILED: Statement = Statement::new(
     c"select o.id, f.lane, f.group_key::text
       from stint.task_outcomes o
       join stint.task_facts f on f.queue = o.queue and f.id = o.id and get_byte(uuid_send(f.id), 15) = get_byte(uuid_send(o.id), 15)
-      where o.queue = $1 and o.outcome = 'failed' and o.finished_at >= coalesce($2, '-infinity') and ($3 is null or f.agent = $3) and f.group_seq is null
+      where o.queue = $1 and o.outcome = 'failed' and o.finished_at >= coalesce($2, '-infinity') and ($3 is null or f.agent = $3)
       order by o.id
       limit $4
       for update of o skip locked",
     &[pg_sys::TEXTOID, pg_sys::TIMESTAMPTZOID, pg_sys::TEXTOID, pg_sys::INT8OID],
 );
 
-/// Retries one task. Answers what came of it and the task's status; `None` where the task moved meanwhile.
-fn retry_one(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, now: Instant) -> Option<(&'static str, String)> {
-    let task = history::read(session, &KEY, id, &[arg(name), arg(id)]);
-    if task.is_empty() {
+/// A finished task about to become live again.
+struct Finished {
+    id: pgrx::Uuid,
+    outcome: String,
+    key: Option<String>,
+    /// Its group.
+    group_key: Option<String>,
+    /// Whether groups were strict when it was enqueued.
+    strict: bool,
+    depends_on: Vec<pgrx::Uuid>,
+    on_failure: OnFailure,
+    /// Where it stands, but for its attempt.
+    ticket: Ticket,
+}
+
+impl Finished {
+    /// The group in which it waits for its turn.
+    fn strict_group(&self) -> Option<&str> {
+        self.group_key.as_deref().filter(|_| self.strict)
+    }
+}
+
+/// What is known of a task; `None` where it has no outcome.
+fn finished(session: &Session, name: &str, id: pgrx::Uuid) -> Option<Finished> {
+    let row = history::read(session, &TASK, id, &[arg(name), arg(id)]);
+    if row.is_empty() {
         late::unknown_task(session, name, id);
     }
-    let status = match task.get::<String>(0, 2).as_deref() {
-        None => return Some(("not_finished", live_status(session, name, id)?)),
-        Some("completed") => return Some(("already_completed", "completed".to_string())),
-        Some(status) => status.to_string(),
-    };
-    if task.must(0, 3) {
-        Fault::new(PgSqlErrorCode::ERRCODE_FEATURE_NOT_SUPPORTED, format!("cannot retry task {id}: its group is strict and its turn has passed"))
-            .hint("Enqueue the work again with the same group_key: it runs after those of the group that wait.")
-            .raise()
+    let depends_on: Vec<pgrx::Uuid> = row.must(0, 5);
+    // Those that are not known any more hold up nothing.
+    let gone = enter::unknown(session, name, &depends_on);
+    Some(Finished {
+        id,
+        outcome: row.get(0, 1)?,
+        key: row.get(0, 2),
+        group_key: row.get(0, 3),
+        strict: row.must(0, 4),
+        depends_on: depends_on.into_iter().filter(|on| !gone.iter().any(|gone| gone.as_bytes() == on.as_bytes())).collect(),
+        on_failure: row.get::<String>(0, 6).and_then(|word| OnFailure::parse(&word)).unwrap_or(OnFailure::Fail),
+        ticket: Ticket { id, lane: row.must(0, 7), priority: row.must(0, 8), tokens: row.get(0, 9), attempt: 0, counted: 0 },
+    })
+}
+
+/// Whether the task has its key, or takes it again.
+fn has_key(session: &Session, name: &str, queue: &Queue, task: &Finished, now: Instant) -> bool {
+    let holder = task.key.as_ref().and_then(|key| keys::hold(session, name, queue, key, task.id, now));
+    holder.is_none_or(|holder| holder.as_bytes() == task.id.as_bytes())
+}
+
+/// Makes tasks live again whose outcomes are locked and whose keys are theirs. Returns the status of each, and how many are ready.
+fn revive(session: &Session, name: &str, queue: &Queue, tasks: &[Finished], now: Instant) -> (Vec<&'static str>, usize) {
+    let own: HashSet<[u8; 16]> = tasks.iter().map(|task| *task.id.as_bytes()).collect();
+    // Those that are retried in the same call are live again, whatever their rows still say.
+    let others: Vec<Vec<pgrx::Uuid>> =
+        tasks.iter().map(|task| task.depends_on.iter().filter(|on| !own.contains(on.as_bytes())).copied().collect()).collect();
+    let waits = tasks.iter().zip(&others).map(|(task, others)| Wait { depends_on: others, group_key: task.strict_group(), budgets: None });
+    // Lanes of groups are made in one order, as everywhere.
+    let places: BTreeSet<(&str, i32)> = tasks.iter().filter_map(|task| Some((task.group_key.as_deref()?, task.ticket.lane))).collect();
+    for (group, lane) in places {
+        config::lane_again(session, name, queue, lane, Some(group));
     }
-    if let Some(key) = task.get::<String>(0, 1)
-        && keys::hold(session, name, queue, &key, id, now).is_some_and(|holder| holder.as_bytes() != id.as_bytes())
-    {
-        return Some(("key_taken", status));
-    }
+    let mut gate = enter::hold(session, name, queue, waits);
+    let statuses: Vec<&'static str> = tasks.iter().map(|task| revive_one(session, name, queue, &mut gate, task, now)).collect();
+    gate.leave(session, name);
+    let ready = statuses.iter().filter(|status| **status == "ready").count();
+    (statuses, ready)
+}
+
+fn revive_one(session: &Session, name: &str, queue: &Queue, gate: &mut Gate, task: &Finished, now: Instant) -> &'static str {
+    let id = task.id;
     let row = history::read(session, &TAKE_BACK, id, &[arg(name), arg(id)]);
-    if row.is_empty() {
-        return None;
-    }
     // What waits for it and was not moved yet goes on waiting.
     session.run(&FORGIVE, &[arg(name), arg(id)]);
     let attempt: i32 = row.must(0, 2);
@@ -109,11 +156,36 @@ fn retry_one(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, now: 
             row.lift(0, 7),
         ],
     );
-    let facts = history::read(session, &FACTS, id, &[arg(name), arg(id)]);
-    let lane = config::lane_again(session, name, queue, facts.must(0, 1), facts.get::<String>(0, 4).as_deref());
-    let ticket = Ticket { id, lane, priority: facts.must(0, 2), tokens: facts.get(0, 3), attempt, counted: 0 };
-    store::to_ready(session, name, &ticket);
-    Some(("retried", "ready".to_string()))
+    let lane = config::lane_again(session, name, queue, task.ticket.lane, task.group_key.as_deref());
+    let ticket = Ticket { attempt, lane, ..task.ticket };
+    // Whoever retries it has seen how they ended: only those that live again count again.
+    let open = gate.open(&task.depends_on);
+    let group = task.strict_group().filter(|_| queue.strict_groups);
+    let behind = group.filter(|key| !gate.take_turn(key)).map(|key| (key, store::next_seq()));
+    if open.is_empty() && behind.is_none() {
+        store::to_ready(session, name, &ticket);
+        return "ready";
+    }
+    store::to_blocked(session, name, &ticket, None, behind);
+    enter::depend(session, name, id, open, task.on_failure);
+    "blocked"
+}
+
+/// Retries one task. Answers what came of it and the task's status; `None` where the task moved meanwhile.
+fn retry_one(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, now: Instant) -> Option<(&'static str, String)> {
+    let Some(task) = finished(session, name, id) else { return Some(("not_finished", live_status(session, name, id)?)) };
+    if task.outcome == "completed" {
+        return Some(("already_completed", task.outcome));
+    }
+    if history::read(session, &LOCK, id, &[arg(name), arg(id)]).is_empty() {
+        return None;
+    }
+    if !has_key(session, name, queue, &task, now) {
+        return Some(("key_taken", task.outcome));
+    }
+    let (statuses, ready) = revive(session, name, queue, &[task], now);
+    store::announce(queue, ready);
+    Some(("retried", statuses.first()?.to_string()))
 }
 
 static STATUS: Statement =
@@ -135,11 +207,7 @@ fn retry(queue: Option<&str>, id: Option<pgrx::Uuid>) -> TableIterator<'static, 
     let (outcome, status) = spi::connect(|session| {
         let queue = config::find(session, name);
         config::keep_from_dropping();
-        let answer = late::decide(|| retry_one(session, name, &queue, id, now));
-        if answer.0 == "retried" {
-            store::announce(&queue, 1);
-        }
-        answer
+        late::decide(|| retry_one(session, name, &queue, id, now))
     });
     TableIterator::once((outcome.to_string(), status))
 }
@@ -157,17 +225,16 @@ fn retry_failed(queue: Option<&str>, since: Option<Instant>, agent: Option<&str>
         let queue = config::find(session, name);
         config::keep_from_dropping();
         let failed = session.run(&FAILED, &[arg(name), arg(since), arg(agent), arg(max as i64)]);
-        let ids: Vec<pgrx::Uuid> = (0..failed.len()).map(|at| failed.must(at, 1)).collect();
-        // Lanes of groups are made in one order, as everywhere.
-        let places: BTreeSet<(String, i32)> = (0..failed.len()).filter_map(|at| Some((failed.get(at, 3)?, failed.must(at, 2)))).collect();
-        for (group, lane) in &places {
-            config::lane_again(session, name, &queue, *lane, Some(group));
+        let mut tasks: Vec<Finished> = (0..failed.len()).filter_map(|at| finished(session, name, failed.must(at, 1))).collect();
+        // Keys in one order, as a batch of enqueues takes them.
+        tasks.sort_by(|a, b| a.key.cmp(&b.key));
+        tasks.retain(|task| has_key(session, name, &queue, task, now));
+        tasks.sort_unstable_by_key(|task| *task.id.as_bytes());
+        if tasks.is_empty() {
+            return 0;
         }
-        let retried =
-            ids.into_iter().filter(|id| retry_one(session, name, &queue, *id, now).is_some_and(|(outcome, _)| outcome == "retried")).count();
-        if retried > 0 {
-            store::announce(&queue, retried);
-        }
-        retried as i64
+        let (statuses, ready) = revive(session, name, &queue, &tasks, now);
+        store::announce(&queue, ready);
+        statuses.len() as i64
     })
 }

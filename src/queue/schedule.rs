@@ -23,8 +23,8 @@ use stint_core::cron::{self, CatchUp, Cron};
 static INSERT: Statement = Statement::new(
     c"insert into stint.schedule_config
              (schedule, cron, time_zone, into_queue, payload, priority, delay, key, agent, tokens, budgets, max_attempts, lease_for, labels,
-              catch_up, paused, since, comment)
-      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18)
+              catch_up, paused, since, comment, group_key)
+      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19)
       on conflict (schedule) do nothing",
     &[
         pg_sys::TEXTOID,
@@ -44,6 +44,7 @@ static INSERT: Statement = Statement::new(
         pg_sys::TEXTOID,
         pg_sys::BOOLOID,
         pg_sys::TIMESTAMPTZOID,
+        pg_sys::TEXTOID,
         pg_sys::TEXTOID,
     ],
 );
@@ -67,7 +68,7 @@ static IN_FORCE: Statement = Statement::new(
 );
 static LOCK: Statement = Statement::new(
     c"select c.into_queue::text, c.payload, c.priority, c.delay, c.key::text, c.agent::text, c.tokens, c.budgets::text[], c.max_attempts, c.lease_for,
-             c.labels, c.since
+             c.labels, c.since, c.group_key::text
       from stint.schedule_config c
       where c.schedule = $1 and not c.paused
       for no key update skip locked",
@@ -139,6 +140,7 @@ fn create_schedule(
     catch_up: Option<&str>,
     paused: Option<bool>,
     comment: Option<&str>,
+    group_key: Option<&str>,
 ) {
     shmem::required();
     let queue = input::name("queue", queue);
@@ -157,7 +159,7 @@ fn create_schedule(
         agent: agent.map(str::to_string),
         tokens,
         budgets: Vec::new(),
-        group_key: None,
+        group_key: group_key.map(str::to_string),
         depends_on: Vec::new(),
         on_dependency_failure: OnFailure::Fail,
         max_attempts,
@@ -200,6 +202,7 @@ fn create_schedule(
                 arg(paused),
                 arg(now),
                 arg(comment),
+                arg(group_key),
             ],
         );
         if made.is_empty() {
@@ -358,7 +361,7 @@ fn fire_one(session: &Session, due: &Due, now: Instant) -> bool {
             agent: row.get(0, 6),
             tokens: row.get(0, 7),
             budgets: Vec::new(),
-            group_key: None,
+            group_key: row.get(0, 13),
             depends_on: Vec::new(),
             on_dependency_failure: OnFailure::Fail,
             max_attempts: row.get(0, 9),

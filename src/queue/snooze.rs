@@ -32,8 +32,9 @@ fn snooze(
         let queue = config::find(session, name);
         late::decide(|| {
             let Some(ran) = finish::end(session, name, id, lease) else {
-                let usage = Usage::default();
-                return late::call(session, &Late { name, queue: &queue, id, lease, now, call: Call::Release, result: None, usage: &usage });
+                let usage = &Usage::default();
+                let late = Late { name, queue: &queue, id, lease, now, call: Call::Release, result: None, patient: true, usage };
+                return late::call(session, &late, &mut Vec::new());
             };
             let usage = Usage::default().or_known(ran.run_id.as_deref(), ran.trace_id.as_deref());
             if ran.cancel_requested {

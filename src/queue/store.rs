@@ -3,6 +3,7 @@
 use super::config::{self, Queue};
 use super::flow::leave::{self, End};
 use super::shares;
+use super::task_events::{self, Change};
 use super::usage::Usage;
 use crate::budget::live::{self, Held};
 use crate::history::{self, LeafStatement};
@@ -131,6 +132,7 @@ pub fn new_to_ready(session: &Session, name: &str, ticket: &Ticket, agent: Optio
     let [a, b, c, d, e, f, g] = ticket.params(name);
     session.run(&NEW_TO_READY, &[a, b, c, d, e, f, g, arg(seq), arg(agent)]);
     heads::lower(Instance::here(), ticket.lane, ticket.priority, seq);
+    changed(session, name, ticket, "ready", None);
 }
 
 /// Puts a task at the end of its line.
@@ -140,6 +142,17 @@ pub fn to_ready(session: &Session, name: &str, ticket: &Ticket) {
 
 /// Puts a task back where it stood in its line.
 pub fn back_to_ready(session: &Session, name: &str, ticket: &Ticket, seq: i64) {
+    place_ready(session, name, ticket, seq);
+    changed(session, name, ticket, "ready", None);
+}
+
+/// Notes that a task waits, in another way than before.
+fn changed(session: &Session, name: &str, ticket: &Ticket, status: &str, why: Option<&str>) {
+    task_events::record(session, name, &Change { id: ticket.id, status, attempt: ticket.attempt, worker: None, why });
+}
+
+/// The row of a ready task: where it was ready before, its status does not change.
+pub fn place_ready(session: &Session, name: &str, ticket: &Ticket, seq: i64) {
     let [a, b, c, d, e, f, g] = ticket.params(name);
     history::write(session, &TO_READY, ticket.id, &[a, b, c, d, e, f, g, arg(seq)]);
     heads::lower(Instance::here(), ticket.lane, ticket.priority, seq);
@@ -152,6 +165,12 @@ pub fn to_scheduled(session: &Session, name: &str, ticket: &Ticket, run_at: Inst
 
 /// Has a task wait for other tasks; `behind` is its group and its place there, where it has not its turn.
 pub fn to_blocked(session: &Session, name: &str, ticket: &Ticket, run_at: Option<Instant>, behind: Option<(&str, i64)>) {
+    place_blocked(session, name, ticket, run_at, behind);
+    changed(session, name, ticket, "blocked", None);
+}
+
+/// The row of a blocked task: where it was blocked before, its status does not change.
+pub fn place_blocked(session: &Session, name: &str, ticket: &Ticket, run_at: Option<Instant>, behind: Option<(&str, i64)>) {
     let [a, b, c, d, e, f, g] = ticket.params(name);
     let (key, seq) = behind.unzip();
     session.run(&TO_BLOCKED, &[a, b, c, d, e, f, g, arg(run_at), arg(key), arg(seq)]);
@@ -159,6 +178,12 @@ pub fn to_blocked(session: &Session, name: &str, ticket: &Ticket, run_at: Option
 
 /// Has a task wait for an event, at most until `run_at`.
 pub fn to_awaiting(session: &Session, name: &str, ticket: &Ticket, run_at: Instant, event: Option<&str>) {
+    place_scheduled(session, name, ticket, run_at, event);
+    changed(session, name, ticket, "scheduled", event.map(|event| format!("awaits event \"{event}\"")).as_deref());
+}
+
+/// The row of a scheduled task: where it was scheduled before, its status does not change.
+pub fn place_scheduled(session: &Session, name: &str, ticket: &Ticket, run_at: Instant, event: Option<&str>) {
     let [a, b, c, d, e, f, g] = ticket.params(name);
     session.run(&TO_SCHEDULED, &[a, b, c, d, e, f, g, arg(run_at), arg(event)]);
     heads::lower(Instance::here(), heads::SCHEDULED, 0, run_at.0);
@@ -229,9 +254,10 @@ pub fn attempt(session: &Session, name: &str, attempt: &Attempt, ended: &str, at
 }
 
 /// How a task finished.
+#[derive(Clone, Copy)]
 pub struct Outcome<'a> {
     /// `completed`, `failed` or `cancelled`.
-    pub outcome: &'a str,
+    pub outcome: &'static str,
     /// The number of its last attempt.
     pub attempt: i32,
     /// The lease that finished it, if one did.
@@ -242,10 +268,25 @@ pub struct Outcome<'a> {
     pub result: Option<RawJsonb>,
 }
 
+impl<'a> Outcome<'a> {
+    /// Of a task that ends while it waits, by no lease.
+    pub fn waiting(outcome: &'static str, error: Option<&'a str>) -> Self {
+        Outcome { outcome, attempt: 0, lease: None, error, result: None }
+    }
+}
+
 /// Writes a task's outcome, and moves the tasks that waited for its end.
 pub fn outcome(session: &Session, name: &str, id: pgrx::Uuid, at: Instant, outcome: &Outcome) {
+    let mut ends = Vec::new();
+    outcome_of_batch(session, name, id, at, outcome, &mut ends);
+    leave::follow(session, name, ends, at);
+}
+
+/// Writes a task's outcome; where others waited for its end, it is put among `ends`: whoever ends several follows them up together, when no more rows of tasks are
+/// to be taken, and so keeps to the order of locks.
+pub fn outcome_of_batch(session: &Session, name: &str, id: pgrx::Uuid, at: Instant, outcome: &Outcome, ends: &mut Vec<End<'static>>) {
     if write_outcome(session, name, id, at, outcome) || grouped(session, name) {
-        leave::follow(session, name, End { id, outcome: outcome.outcome, turn: true }, at);
+        ends.push(End { id, outcome: outcome.outcome, turn: true });
     }
 }
 
@@ -268,6 +309,8 @@ pub fn write_outcome(session: &Session, name: &str, id: pgrx::Uuid, at: Instant,
         id,
         &[arg(name), arg(id), arg(outcome.outcome), arg(outcome.attempt), arg(outcome.lease), arg(at), arg(outcome.error), arg(outcome.result)],
     );
+    let Outcome { outcome: status, attempt, error: why, .. } = *outcome;
+    task_events::record(session, name, &Change { id, status, attempt, worker: None, why });
     row.get(0, 1).unwrap_or(false)
 }
 

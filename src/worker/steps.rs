@@ -41,6 +41,8 @@ pub const STEPS: &[Step] = &[
     Step { name: "history retention", when: When::Round, run: history::retention::step },
     Step { name: "expire events", when: When::Round, run: history::retention::let_go_of_events },
     Step { name: "tick", when: When::RoundAndBell, run: changelog::tick::step },
+    Step { name: "tick task events", when: When::RoundAndBell, run: changelog::feed::step },
+    Step { name: "trim task events", when: When::Round, run: changelog::feed::trim_step },
     Step { name: "trim consumers", when: When::Round, run: changelog::consumer::step },
     Step { name: "roll up", when: When::RoundAndBell, run: accounting::roll_up::step },
     Step { name: "doorbells", when: When::Bell, run: doorbells::step },

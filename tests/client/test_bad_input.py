@@ -62,6 +62,8 @@ CALLS = {
     "reprioritize": {"queue": "q", "id": "$id", "priority": "1"},
     "complete_many": {"queue": "q", "items": "[]"},
     "finish_and_claim": {"queue": "q", "id": "$id", "lease": "$lease", "worker": "w"},
+    "task_events": {"queue": "q"},
+    "trim_task_events": {},
     "lease_advice": {"queue": "q"},
     "prediction_advice": {"queue": "q"},
     "record_usage": {"queue": "q", "id": "$id", "attempt": "1", "key": "new", "model_cost": "1"},
@@ -171,7 +173,7 @@ def walked(server):
         call(conn, "tick")
         call(conn, "create_budget", name="b", max_running=5, max_tokens=1000, default_tokens=10)
         call(conn, "create_budget", name="unused", max_running=5)
-        queue = Queue(conn, budgets=["b"])
+        queue = Queue(conn, budgets=["b"], events=True)
         queue.enqueue(key="k")
         queue.complete(queue.one())
         queue.enqueue(max_attempts=9)
@@ -198,11 +200,11 @@ def signature(conn, function):
 
 
 # Tables to which the maintenance worker adds on its own.
-BY_THE_WORKER = {"stint.ticks", "stint.rollup_epochs", "stint.rollup_marks", "stint.usage_rollups", "stint.task_rollups"}
+BY_THE_WORKER = {"stint.ticks", "stint.task_event_ticks", "stint.rollup_epochs", "stint.rollup_marks", "stint.usage_rollups", "stint.task_rollups"}
 
 
 def stored(conn):
-    """How many rows each table holds, what is in use of budgets, and that the storage rules hold."""
+    """How many rows each table holds but those that the maintenance worker adds to, what is in use of budgets, and that the storage rules hold."""
     tables = [t for (t,) in conn.execute(
         "SELECT oid::regclass::text FROM pg_class WHERE relnamespace = 'stint'::regnamespace AND relkind IN ('r', 'p') AND NOT relispartition")]
     counts = {t: value(conn, f"SELECT count(*) FROM {t}") for t in tables if t not in BY_THE_WORKER}

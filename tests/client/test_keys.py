@@ -52,6 +52,21 @@ def test_batches_that_share_a_thousand_keys_in_random_order_do_not_deadlock(conn
     assert value(conn, "SELECT count(*) FROM stint.task_facts") == 3000
 
 
+def test_a_thousand_keys_in_random_order_do_not_deadlock_one_by_one_beside_batches(conn, connect):
+    queue = Queue(conn)
+    sessions = [connect() for _ in range(4)]
+
+    def session(number):
+        mine, keys = queue.by(sessions[number]), list(range(1000))
+        random.Random(number).shuffle(keys)
+        if number < 2:
+            return [mine.enqueue(key=f"{key}") for key in keys]
+        return [call(mine.conn, "enqueue_many", queue="q", tasks=json.dumps([{"payload": 1, "key": f"{key}"} for key in keys[at::5]])) for at in range(5)]
+
+    parallel(4, session)
+    assert value(conn, "SELECT count(*) FROM stint.task_facts") == value(conn, "SELECT count(*) FROM stint.task_keys") == 1000
+
+
 def test_a_batch_that_repeats_a_key_makes_its_first_element(conn):
     queue = Queue(conn)
     tasks = [{"payload": n, "key": key} for n, key in enumerate(["b", "a", "b", None, "a", None])]

@@ -127,7 +127,7 @@ def test_a_purge_leaves_what_another_session_is_claiming(queue, connect):
 def test_a_queue_with_tasks_is_dropped_by_force_only_and_leaves_nothing(conn):
     call(conn, "create_budget", name="b", max_running=5)
     call(conn, "create_budget", name="c", max_running=5)
-    queue, other = Queue(conn, budgets=["b"]), Queue(conn, "other")
+    queue, other = Queue(conn, budgets=["b"], events=True), Queue(conn, "other")
     kept = other.enqueue(key="k")
     for n in range(4):
         queue.enqueue(key=f"k{n}", budgets=["c"] if n % 2 else None)
@@ -139,6 +139,7 @@ def test_a_queue_with_tasks_is_dropped_by_force_only_and_leaves_nothing(conn):
     with pytest.raises(psycopg.errors.DependentObjectsStillExist, match='"q"') as refused:
         call(conn, "drop_queue", queue="q")
     assert refused.value.diag.message_detail == "4 live and 1 finished tasks."
+    conn.execute("SELECT stint.tick()")
     call(conn, "drop_queue", queue="q", force=True)
     tables = [t for (t,) in conn.execute("SELECT a.attrelid::regclass::text FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid"
               " WHERE c.relnamespace = 'stint'::regnamespace AND c.relkind = 'r' AND a.attname = 'queue'")]  # fmt: skip

@@ -6,30 +6,23 @@ use crate::queue::enqueue::Request;
 use crate::queue::late;
 use crate::shmem::waiters;
 use crate::spi::{Rows, Session, Statement, arg};
-use crate::{errors, input};
+use crate::{errors, input, savepoint};
 use pgrx::prelude::*;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
-// Each keeps tasks in a place until this transaction ends, in the order in which they are given: that of their ids. They are looked up one by one, so that no plan
-// made while a table was small reads all of it. Heartbeats pass; claims and sweeps step over the rows, and whoever ends one of the tasks waits.
-static HOLD_READY: Statement = Statement::new(
-    c"select h.id
+/// Keeps tasks in their places until this transaction ends, one after the other in the order of their ids, wherever each stands. They are looked up one by one,
+/// so that no plan made while a table was small reads all of it. Heartbeats pass; claims and sweeps step over the rows, and whoever ends one of the tasks waits.
+static HOLD: Statement = Statement::new(
+    c"select u.id, w.id is not null
       from unnest($2) as u (id)
-      cross join lateral (select t.id from stint.place_ready t where t.queue = $1 and t.id = u.id limit 1 for key share) as h",
+      left join lateral (select t.id from stint.place_ready t where t.queue = $1 and t.id = u.id limit 1 for key share) as w on true
+      left join lateral (select t.id from stint.place_scheduled t where t.queue = $1 and t.id = u.id limit 1 for key share) as s on true
+      left join lateral (select t.id from stint.place_running t where t.queue = $1 and t.id = u.id limit 1 for key share) as r on true
+      where coalesce(w.id, s.id, r.id) is not null",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
-static HOLD_SCHEDULED: Statement = Statement::new(
-    c"select h.id
-      from unnest($2) as u (id)
-      cross join lateral (select t.id from stint.place_scheduled t where t.queue = $1 and t.id = u.id limit 1 for key share) as h",
-    &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
-);
-static HOLD_RUNNING: Statement = Statement::new(
-    c"select h.id
-      from unnest($2) as u (id)
-      cross join lateral (select t.id from stint.place_running t where t.queue = $1 and t.id = u.id limit 1 for key share) as h",
-    &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
-);
+
+/// The same for tasks that are blocked themselves.
 static HOLD_BLOCKED: Statement = Statement::new(
     c"select h.id
       from unnest($2) as u (id)
@@ -98,7 +91,8 @@ impl OnFailure {
         }
     }
 
-    fn word(self) -> &'static str {
+    /// The word for it, as the argument takes it.
+    pub fn word(self) -> &'static str {
         match self {
             OnFailure::Fail => "fail",
             OnFailure::Cancel => "cancel",
@@ -137,6 +131,17 @@ fn sort(ids: &mut Vec<pgrx::Uuid>) {
     ids.dedup_by_key(|id| *id.as_bytes());
 }
 
+/// What a task about to be written waits for.
+#[derive(Clone, Copy)]
+pub struct Wait<'a> {
+    /// Tasks that must end first, sorted.
+    pub depends_on: &'a [pgrx::Uuid],
+    /// Its group.
+    pub group_key: Option<&'a str>,
+    /// The budgets it names itself, sorted; `None` where its lane is known.
+    pub budgets: Option<&'a [i32]>,
+}
+
 /// What the tasks about to be written wait for, as it stays until they are.
 #[derive(Default)]
 pub struct Gate {
@@ -148,56 +153,66 @@ pub struct Gate {
     lanes: BTreeMap<(String, Vec<i32>), i32>,
 }
 
-/// Holds everything that the requests wait for, in the one order of locks.
-pub fn hold<'a>(session: &Session, name: &str, queue: &Queue, requests: impl Iterator<Item = &'a Request> + Clone) -> Gate {
-    let mut gate = Gate::default();
-    if queue.fair {
-        // In one order, so that two batches that make the lanes of the same groups wait for each other in a line and not in a ring.
-        gate.lanes.extend(requests.clone().filter_map(|request| Some(((request.group_key.clone()?, request.budgets.clone()), 0))));
-        gate.lanes.iter_mut().for_each(|((group, budgets), lane)| *lane = config::group_lane(session, name, queue, group, budgets));
+/// The lanes of groups of a fair queue, by group and budgets. All that are missing are made in one order, so that two batches that make the same ones wait for each
+/// other in a line and not in a ring.
+fn lanes<'a>(session: &Session, name: &str, queue: &Queue, waits: impl Iterator<Item = Wait<'a>>) -> BTreeMap<(String, Vec<i32>), i32> {
+    let (mut sets, mut groups) = (BTreeSet::new(), BTreeMap::new());
+    for Wait { group_key, budgets, .. } in waits {
+        let Some(budgets) = budgets else { continue };
+        sets.insert(budgets);
+        if let Some(group) = group_key.filter(|_| queue.fair) {
+            groups.insert((group.to_string(), budgets.to_vec()), 0);
+        }
     }
-    let mut wanted: Vec<pgrx::Uuid> = requests.clone().flat_map(|request| &request.depends_on).copied().collect();
+    for budgets in sets {
+        config::lane_for(session, name, queue, budgets);
+    }
+    groups.iter_mut().for_each(|((group, budgets), lane)| *lane = config::group_lane(session, name, queue, group, budgets));
+    groups
+}
+
+/// Holds everything that tasks wait for, in the one order of locks, and makes the lanes that they are the first of.
+pub fn hold<'a>(session: &Session, name: &str, queue: &Queue, waits: impl Iterator<Item = Wait<'a>> + Clone) -> Gate {
+    let lanes = lanes(session, name, queue, waits.clone());
+    let mut wanted: Vec<pgrx::Uuid> = waits.clone().flat_map(|wait| wait.depends_on).copied().collect();
     sort(&mut wanted);
-    let mut groups: Vec<&str> = if queue.strict_groups { requests.filter_map(|request| request.group_key.as_deref()).collect() } else { Vec::new() };
+    let mut groups: Vec<&str> = if queue.strict_groups { waits.filter_map(|wait| wait.group_key).collect() } else { Vec::new() };
     groups.sort_unstable();
     groups.dedup();
+    let free = || groups.iter().filter(|key| take_turn(session, name, key)).map(|key| key.to_string()).collect();
 
-    if wanted.is_empty() && groups.is_empty() {
-        return gate;
+    if wanted.is_empty() {
+        return Gate { ended: HashMap::new(), free: free(), lanes };
     }
-    let mut joined = false;
-    let mut ready = 0;
-    // A task that moves between two looks is met in the next round, by then out of the order of locks: that takes several moves of one task within a call.
-    late::decide(|| {
-        for (place, statement) in [&HOLD_READY, &HOLD_SCHEDULED, &HOLD_RUNNING].into_iter().enumerate() {
-            let held = take(session, name, statement, &mut wanted);
-            ready += if place == 0 { held.len() } else { 0 };
-        }
-        for over in history::read_many(session, &ENDED, name, &wanted) {
-            gate.ended.extend((0..over.len()).map(|at| (*over.must::<pgrx::Uuid>(at, 1).as_bytes(), over.must::<String>(at, 2))));
-            strike(&mut wanted, &over);
-        }
-        if !joined {
-            gate.free = groups.iter().filter(|key| take_turn(session, name, key)).map(|key| key.to_string()).collect();
-            joined = true;
-        }
-        take(session, name, &HOLD_BLOCKED, &mut wanted);
-        if wanted.is_empty() {
-            return Some(());
-        }
-        let mut unknown = wanted.clone();
-        history::read_many(session, &KNOWN, name, &wanted).iter().for_each(|known| strike(&mut unknown, known));
-        if let Some(id) = unknown.first() {
-            late::unknown_task(session, name, *id);
-        }
-        None
+    // A task that moved between two looks would be met again by going on, but by then out of the order of locks, and whoever has it may wait for what is held
+    // here. So everything is let go, and held anew.
+    let (ended, free, ready) = late::decide(|| {
+        savepoint::attempt(|| {
+            let mut wanted = wanted.clone();
+            let held = take(session, name, &HOLD, &mut wanted);
+            let ready = (0..held.len()).filter(|at| held.must(*at, 2)).count();
+            let mut ended = HashMap::new();
+            for over in history::read_many(session, &ENDED, name, &wanted) {
+                ended.extend((0..over.len()).map(|at| (*over.must::<pgrx::Uuid>(at, 1).as_bytes(), over.must(at, 2))));
+                strike(&mut wanted, &over);
+            }
+            let free = free();
+            take(session, name, &HOLD_BLOCKED, &mut wanted);
+            if wanted.is_empty() {
+                return Some((ended, free, ready));
+            }
+            if let Some(id) = unknown(session, name, &wanted).first() {
+                late::unknown_task(session, name, *id);
+            }
+            None
+        })
     });
     if ready > 0 {
         // Claims step over what is held; however this ends, somebody shall look again.
         waiters::taken(queue.number, ready);
         waiters::ready(queue.number, ready);
     }
-    gate
+    Gate { ended, free, lanes }
 }
 
 /// Runs a statement that finds some of the `wanted` tasks, and strikes those from the list.
@@ -205,6 +220,13 @@ fn take(session: &Session, name: &str, statement: &Statement, wanted: &mut Vec<p
     let rows = session.run(statement, &[arg(name), arg(wanted.clone())]);
     strike(wanted, &rows);
     rows
+}
+
+/// Those of the tasks that the queue does not know, or not any more.
+pub fn unknown(session: &Session, name: &str, ids: &[pgrx::Uuid]) -> Vec<pgrx::Uuid> {
+    let mut unknown = ids.to_vec();
+    history::read_many(session, &KNOWN, name, ids).iter().for_each(|known| strike(&mut unknown, known));
+    unknown
 }
 
 /// Strikes what was found from a list.
@@ -243,8 +265,8 @@ impl Gate {
     }
 
     /// The dependencies of a task that have not ended.
-    pub fn open(&self, request: &Request) -> Vec<pgrx::Uuid> {
-        request.depends_on.iter().filter(|on| !self.ended.contains_key(on.as_bytes())).copied().collect()
+    pub fn open(&self, depends_on: &[pgrx::Uuid]) -> Vec<pgrx::Uuid> {
+        depends_on.iter().filter(|on| !self.ended.contains_key(on.as_bytes())).copied().collect()
     }
 
     /// Whether the task being written has the turn of its group.

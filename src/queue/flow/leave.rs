@@ -5,12 +5,13 @@
 use super::enter::{OnFailure, reason};
 use crate::history::{self, LeafStatement};
 use crate::queue::config::{self, Queue};
+use crate::queue::late;
 use crate::queue::store::{self, Outcome, Ticket};
 use crate::spi::{Param, Rows, Session, Statement, arg};
 use crate::values::Instant;
-use crate::{guc, spi};
+use crate::{guc, savepoint, spi};
 use pgrx::prelude::*;
-use std::collections::{HashSet, VecDeque};
+use std::collections::VecDeque;
 
 /// A task that has ended.
 #[derive(Clone, Copy)]
@@ -29,17 +30,23 @@ impl End<'_> {
     }
 }
 
-static DEPENDENTS: Statement =
-    Statement::new(c"select d.id from stint.task_dependencies d where d.queue = $1 and d.on_id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
+static DEPENDENTS: Statement = Statement::new(
+    c"select d.id
+      from unnest($2) as u (id)
+      cross join lateral (select t.id from stint.task_dependencies t where t.queue = $1 and t.on_id = u.id offset 0) as d",
+    &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
+);
 
 /// The same with all that depend on those: what may fail with it.
 static DESCENDANTS: Statement = Statement::new(
     c"with recursive found as (
-            select d.id from stint.task_dependencies d where d.queue = $1 and d.on_id = $2
+            select d.id
+            from unnest($2) as u (id)
+            cross join lateral (select t.id from stint.task_dependencies t where t.queue = $1 and t.on_id = u.id offset 0) as d
             union
             select n.id from found f cross join lateral (select d.id from stint.task_dependencies d where d.queue = $1 and d.on_id = f.id) as n)
       select f.id from found f",
-    &[pg_sys::TEXTOID, pg_sys::UUIDOID],
+    &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 
 /// The groups of tasks, which are looked up one by one, so that no plan made while a table was small reads all of it.
@@ -166,47 +173,52 @@ fn groups_of(session: &Session, name: &str, ids: &[pgrx::Uuid]) -> Vec<String> {
     keys
 }
 
-/// Locks all that may move when a task ends: turns, then blocked rows; its own, where it is blocked, is among them. False where another session holds one and
-/// `patient` is not.
-fn lock(session: &Session, name: &str, queue: &Queue, end: pgrx::Uuid, failing: bool, patient: bool) -> bool {
+/// Locks all that may move when tasks end: turns, then blocked rows; their own, where they are blocked, are among them. False where another session holds one
+/// and `patient` is not, and where more has come to depend on them meanwhile: then nothing may be locked on top, out of the order of locks.
+fn lock_once(session: &Session, name: &str, queue: &Queue, ends: &Ids, failing: bool, patient: bool) -> bool {
     let got = |wait: &Statement, only_try: &Statement, what: Param| {
         let rows = session.run_latest(if patient { wait } else { only_try }, &[arg(name), what]);
         patient || rows.must(0, 1)
     };
-    let mut known: HashSet<[u8; 16]> = HashSet::new();
-    loop {
-        // A task that has ended gets no new dependents, but one that may fail with it does until its row is locked.
-        let found = ids_of(&session.run_latest(if failing { &DESCENDANTS } else { &DEPENDENTS }, &[arg(name), arg(end)]));
-        if !known.is_empty() && found.iter().all(|id| known.contains(id.as_bytes())) {
-            return true;
-        }
-        let mut rows = found;
-        rows.push(end);
-        if queue.strict_groups {
-            let ending = if failing { rows.clone() } else { vec![end] };
-            if !got(&LOCK_TURNS, &TRY_TURNS, arg(groups_of(session, name, &ending))) {
-                return false;
-            }
-            rows.extend(history::read_many_latest(session, &SUCCESSORS, name, &ending).iter().flat_map(ids_of));
-        }
-        rows.sort_unstable_by_key(|id| *id.as_bytes());
-        rows.dedup_by_key(|id| *id.as_bytes());
-        if !got(&LOCK_BLOCKED, &TRY_BLOCKED, arg(rows.clone())) {
+    let found = || ids_of(&session.run_latest(if failing { &DESCENDANTS } else { &DEPENDENTS }, &[arg(name), arg(ends.clone())]));
+    let mut rows = found();
+    rows.extend(ends);
+    if queue.strict_groups {
+        let ending = if failing { rows.clone() } else { ends.clone() };
+        if !got(&LOCK_TURNS, &TRY_TURNS, arg(groups_of(session, name, &ending))) {
             return false;
         }
-        if !failing {
-            return true;
-        }
-        known.extend(rows.iter().map(|id| *id.as_bytes()));
+        rows.extend(history::read_many_latest(session, &SUCCESSORS, name, &ending).iter().flat_map(ids_of));
     }
+    rows.sort_unstable_by_key(|id| *id.as_bytes());
+    rows.dedup_by_key(|id| *id.as_bytes());
+    if !got(&LOCK_BLOCKED, &TRY_BLOCKED, arg(rows.clone())) {
+        return false;
+    }
+    // A task that has ended gets no new dependents, but one that may fail with it does until its row is locked.
+    !failing || found().iter().all(|id| rows.binary_search_by_key(id.as_bytes(), |known| *known.as_bytes()).is_ok())
 }
 
-/// Cancels a blocked task; `None` where it is not blocked any more.
-pub fn cancel_blocked(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, reason: Option<&str>, now: Instant) -> Option<&'static str> {
-    lock(session, name, queue, id, true, true);
-    let end = end_blocked(session, name, id, "cancelled", reason, now)?;
-    move_on(session, name, queue, end, now);
-    Some("cancelled")
+/// Locks all that may move when tasks end, waiting for whoever holds some of it.
+fn lock(session: &Session, name: &str, queue: &Queue, ends: &Ids, failing: bool) {
+    if !failing {
+        lock_once(session, name, queue, ends, false, true);
+        return;
+    }
+    late::decide(|| savepoint::attempt(|| lock_once(session, name, queue, ends, true, true).then_some(())));
+}
+
+/// Ends a blocked task. `None`, with nothing locked, where it is not blocked any more, or what has to be locked changed or, unless `patient`, is held by another
+/// session: whoever tries again does so from the beginning of the order of locks.
+pub fn leave_blocked(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, outcome: &Outcome, now: Instant, patient: bool) -> Option<()> {
+    savepoint::attempt(|| {
+        if !lock_once(session, name, queue, &vec![id], outcome.outcome != "completed", patient) {
+            return None;
+        }
+        let end = end_blocked(session, name, id, outcome, now)?;
+        move_on(session, name, queue, vec![end], now);
+        Some(())
+    })
 }
 
 /// A blocked row on its way to ready or scheduled.
@@ -235,17 +247,21 @@ fn ticket(rows: &Rows, at: usize) -> Ticket {
     }
 }
 
-/// Does what follows the end of a task, whose outcome is written.
-pub fn follow(session: &Session, name: &str, end: End, now: Instant) {
+/// Does what follows the ends of tasks, whose outcomes are written.
+pub fn follow(session: &Session, name: &str, ends: Vec<End>, now: Instant) {
+    if ends.is_empty() {
+        return;
+    }
     if let Some(queue) = config::lookup(session, name) {
-        lock(session, name, &queue, end.id, !end.completed(), true);
-        move_on(session, name, &queue, end, now);
+        let ids = ends.iter().map(|end| end.id).collect();
+        lock(session, name, &queue, &ids, !ends.iter().all(End::completed));
+        move_on(session, name, &queue, ends, now);
     }
 }
 
-/// Everything that `lock` locked is moved.
-fn move_on(session: &Session, name: &str, queue: &Queue, end: End, now: Instant) {
-    let mut work = VecDeque::from([end]);
+/// Everything that `lock_once` locked is moved.
+fn move_on(session: &Session, name: &str, queue: &Queue, ends: Vec<End>, now: Instant) {
+    let mut work = VecDeque::from(ends);
     let (mut met, mut turns) = (Vec::new(), Vec::new());
     while let Some(end) = work.pop_front() {
         if end.turn && queue.strict_groups {
@@ -257,7 +273,10 @@ fn move_on(session: &Session, name: &str, queue: &Queue, end: End, now: Instant)
             let policy = OnFailure::parse(&rows.must::<String>(at, 3)).unwrap_or(OnFailure::Run);
             match policy.outcome().filter(|_| !end.completed()) {
                 None => met.push((id, rows.must::<i32>(at, 2))),
-                Some(theirs) => work.extend(end_blocked(session, name, id, theirs, Some(&reason(end.id, end.outcome)), now)),
+                Some(theirs) => {
+                    let why = reason(end.id, end.outcome);
+                    work.extend(end_blocked(session, name, id, &Outcome::waiting(theirs, Some(&why)), now));
+                }
             }
         }
     }
@@ -268,15 +287,16 @@ fn move_on(session: &Session, name: &str, queue: &Queue, end: End, now: Instant)
     store::announce(queue, ready);
 }
 
-/// Ends a task that never got to run; `None` where it is not blocked: another of its dependencies was before.
-fn end_blocked(session: &Session, name: &str, id: pgrx::Uuid, outcome: &'static str, error: Option<&str>, now: Instant) -> Option<End<'static>> {
+/// Ends a task that is blocked; `None` where it is not: another of its dependencies was before. The outcome names the last of its attempts, where it had some
+/// before it was retried.
+fn end_blocked(session: &Session, name: &str, id: pgrx::Uuid, outcome: &Outcome, now: Instant) -> Option<End<'static>> {
     let row = session.run_latest(&DOOM, &[arg(name), arg(id)]);
     if row.is_empty() {
         return None;
     }
     session.run_latest(&FORGET, &[arg(name), arg(id)]);
-    store::write_outcome(session, name, id, now, &Outcome { outcome, attempt: row.must(0, 1), lease: None, error, result: None });
-    Some(End { id, outcome, turn: row.must(0, 2) })
+    store::write_outcome(session, name, id, now, &Outcome { attempt: row.must(0, 1), ..*outcome });
+    Some(End { id, outcome: outcome.outcome, turn: row.must(0, 2) })
 }
 
 /// Moves those of the tasks that depended on an ended one and now wait for nothing. Returns how many are ready.
@@ -305,7 +325,7 @@ fn hand_on(session: &Session, name: &str, id: pgrx::Uuid, now: Instant) -> bool 
         return false;
     }
     if next.must(0, 8) {
-        store::to_blocked(session, name, &ticket(&next, 0), next.get(0, 7), None);
+        store::place_blocked(session, name, &ticket(&next, 0), next.get(0, 7), None);
         return false;
     }
     place(session, name, &next, 0, now)
@@ -343,10 +363,10 @@ pub fn settle(session: &Session, max: usize) -> usize {
             let Some(outcome) = history::read(session, &OUTCOME, id, &[arg(name.as_str()), arg(id)]).get::<String>(0, 1) else { return false };
             let end = End { id, outcome: &outcome, turn: true };
             let Some(queue) = config::lookup(session, &name) else { return false };
-            if !lock(session, &name, &queue, id, !end.completed(), false) {
+            if !lock_once(session, &name, &queue, &vec![id], !end.completed(), false) {
                 return false;
             }
-            move_on(session, &name, &queue, end, now);
+            move_on(session, &name, &queue, vec![end], now);
             !session.run(&PAID, &[arg(name.as_str()), arg(id)]).is_empty()
         })
         .count()
