@@ -237,7 +237,8 @@ def test_held_tasks_do_not_slow_the_claim_of_those_behind_them(conn):
 def test_a_claim_reads_no_more_after_many_tasks_done_in_its_session_and_under_an_old_snapshot(conn, connect):
     """What a session planned while the tables were empty it keeps, and an old snapshot lets nothing be cleaned up."""
     queue = Queue(conn)
-    for table in "task_facts", "place_ready", "place_running", "task_attempts", "task_outcomes":
+    tables = "SELECT relname FROM pg_class WHERE relnamespace = 'stint'::regnamespace AND relkind = 'r' AND relname ~ '^(place|task)_'"
+    for (table,) in conn.execute(tables).fetchall():
         conn.execute(f"ALTER TABLE stint.{table} SET (autovacuum_enabled = off)")
     old = connect(autocommit=False)
     old.execute("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT 1")

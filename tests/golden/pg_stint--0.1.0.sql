@@ -65,6 +65,14 @@ REVOKE ALL ON FUNCTION stint.version() FROM PUBLIC;
 -- and place_running, and moving it is a delete and an insert of a narrow row. A finished task has one row in task_outcomes, and each attempt leaves one in task_attempts when it
 -- ends. Nobody but the verbs writes here; users read the views of 20_queue_views.sql.
 
+-- Finished work is added up (60_accounting.sql) in the order in which it was committed, which its rows tell by their transaction. A transaction id means
+-- something only in the database it was given out in: the incarnation tells that one's rows from those a dump brought along.
+CREATE FUNCTION stint.incarnation() RETURNS int
+    LANGUAGE c STABLE PARALLEL SAFE AS 'MODULE_PATHNAME', 'incarnation_wrapper';
+COMMENT ON FUNCTION stint.incarnation() IS
+'A number for this database of this cluster. Rows that are added up carry it beside their transaction''s id, since those of a restored dump come from another database. Runs no SQL.';
+REVOKE ALL ON FUNCTION stint.incarnation() FROM PUBLIC;
+
 CREATE TABLE stint.queue_config (
     queue           text COLLATE "C" PRIMARY KEY,
     number          int NOT NULL GENERATED ALWAYS AS IDENTITY,
@@ -81,10 +89,16 @@ CREATE TABLE stint.queue_config (
     max_run_time    interval,
     paused          boolean NOT NULL,
     strict_groups   boolean NOT NULL,
+    fair            boolean NOT NULL DEFAULT false,
+    correct_predictions boolean NOT NULL DEFAULT false,
+    events          boolean NOT NULL,
+    history_retention interval,
+    history_archive text NOT NULL DEFAULT 'drop' CHECK (history_archive IN ('drop', 'detach')),
+    history_class   smallint NOT NULL DEFAULT 0,
     comment         text,
     created_at      timestamptz NOT NULL DEFAULT clock_timestamp()
 );
-COMMENT ON TABLE stint.queue_config IS 'Queues and their settings; made by stint.create_queue';
+COMMENT ON TABLE stint.queue_config IS 'Queues and their settings; made by stint.create_queue. history_class: the class (stint.history_classes) of tasks enqueued from now on';
 
 CREATE TABLE stint.budget_config (
     budget          text COLLATE "C" PRIMARY KEY,
@@ -104,15 +118,57 @@ CREATE TABLE stint.budget_config (
 );
 COMMENT ON TABLE stint.budget_config IS 'Budgets and their limits; made by stint.create_budget. What is in use of them is derived from stint.place_running and stint.task_attempts';
 
--- One lane for each set of budgets that tasks of a queue name themselves; what the queue itself draws on is added at claim, so it can change.
+-- One lane for each set of budgets that tasks of a queue name themselves; what the queue itself draws on is added at claim, so it can change. A fair queue has
+-- lanes for each group of tasks beside those: they come with the group's tasks and go when no live task uses them (src/queue/shares.rs), so nothing but the row
+-- of a live task may name one. task_facts names the lane of the budgets.
 CREATE TABLE stint.lanes (
     queue           text COLLATE "C" NOT NULL,
     lane            int GENERATED ALWAYS AS IDENTITY,
     budgets         int[] NOT NULL,
-    PRIMARY KEY (queue, lane),
-    UNIQUE (queue, budgets)
+    group_key       text COLLATE "C",
+    closed          xid8,
+    PRIMARY KEY (queue, lane)
 );
-COMMENT ON TABLE stint.lanes IS 'The lines tasks wait in: one for each queue and set of budgets';
+CREATE UNIQUE INDEX lanes_budgets ON stint.lanes (queue, budgets) WHERE group_key IS NULL;
+CREATE UNIQUE INDEX lanes_groups ON stint.lanes (queue, group_key, budgets) WHERE group_key IS NOT NULL AND closed IS NULL;
+COMMENT ON TABLE stint.lanes IS 'The lines tasks wait in: one for each queue and set of budgets, and of a fair queue for each group. closed: no task enters any more, and the lane goes when the transactions before this one are over';
+
+CREATE TABLE stint.group_weights (
+    queue           text COLLATE "C" NOT NULL,
+    group_key       text COLLATE "C" NOT NULL,
+    weight          double precision NOT NULL,
+    PRIMARY KEY (queue, group_key)
+);
+COMMENT ON TABLE stint.group_weights IS 'What groups of fair queues count, where that is not 1; made by stint.set_weight';
+
+-- A row of a queue and agent; the agent of tasks without one is ''.
+CREATE TABLE stint.prediction_factors (
+    queue           text COLLATE "C" NOT NULL,
+    agent           text COLLATE "C" NOT NULL,
+    attempts        bigint NOT NULL,
+    factor          double precision NOT NULL,
+    refreshed_at    timestamptz NOT NULL,
+    PRIMARY KEY (queue, agent)
+);
+COMMENT ON TABLE stint.prediction_factors IS 'By what claims multiply the predictions of an agent in queues that correct them: what its latest attempts used against what was predicted';
+
+-- History: what every task was (task_facts), each of its ended attempts and how it ended. Partitioned by retention class, which is the last byte of a task's id, and
+-- in each class by time, which are the first bytes of the id; so the id alone says the partition, and a query that has an id looks into one partition of each class,
+-- or into one at all where it compares the class, get_byte(uuid_send(id), 15), too. The partitions of a class, stint.task_facts_c1, and of a period,
+-- stint.task_facts_c1_20260131, are made at run time (src/history), so they are no members of the extension and a dump carries them as ordinary tables. Their
+-- keys and indexes are their own (src/history/make.rs): an id belongs to one partition, so what is unique there is unique. An index of the tables here would be in the way of a
+-- restore: CREATE EXTENSION makes it before the partitions are attached, which then get theirs before the dump makes them. There is no default partition.
+
+CREATE TABLE stint.history_classes (
+    class           smallint PRIMARY KEY,
+    retention       interval,
+    archive         text NOT NULL,
+    width           interval NOT NULL
+);
+COMMENT ON TABLE stint.history_classes IS
+'Retentions that queues have, or had: how long the history of a task is kept after it finished (null: for ever), whether partitions past it are dropped or detached, and how
+much time one partition holds. A row never changes, since tasks carry their class in their id';
+INSERT INTO stint.history_classes (class, retention, archive, width) VALUES (0, NULL, 'drop', '30 days');
 
 CREATE TABLE stint.task_facts (
     queue           text COLLATE "C" NOT NULL,
@@ -130,10 +186,10 @@ CREATE TABLE stint.task_facts (
     group_key       text COLLATE "C",
     group_seq       bigint,
     depends_on      uuid[],
+    on_dependency_failure text COLLATE "C",
     labels          jsonb,
-    payload         jsonb NOT NULL,
-    PRIMARY KEY (queue, id)
-);
+    payload         jsonb NOT NULL
+) PARTITION BY LIST (get_byte(uuid_send(id), 15));
 COMMENT ON TABLE stint.task_facts IS 'What a task was when it was enqueued; insert-only';
 
 CREATE SEQUENCE stint.task_seq;
@@ -192,6 +248,7 @@ CREATE TABLE stint.place_running (
     cancel_requested boolean NOT NULL DEFAULT false,
     budgets         int[],
     reserved        bigint[],
+    share           bigint,
     worker          text COLLATE "C" NOT NULL,
     run_id          text COLLATE "C",
     trace_id        text COLLATE "C",
@@ -200,7 +257,7 @@ CREATE TABLE stint.place_running (
     PRIMARY KEY (queue, id)
 ) WITH (fillfactor = 80);
 CREATE INDEX place_running_expiry ON stint.place_running (expires_at);
-COMMENT ON TABLE stint.place_running IS 'Tasks under a lease, with what they reserve of each budget. deadline: no heartbeat moves the lease past it; heartbeat_gap: the longest time between two heartbeats. Leases are secrets: no view shows this table''s lease column';
+COMMENT ON TABLE stint.place_running IS 'Tasks under a lease, with what they reserve of each budget. share: the tokens their group of a fair queue was charged; deadline: no heartbeat moves the lease past it; heartbeat_gap: the longest time between two heartbeats. Leases are secrets: no view shows this table''s lease column';
 
 CREATE TABLE stint.task_attempts (
     queue           text COLLATE "C" NOT NULL,
@@ -226,13 +283,12 @@ CREATE TABLE stint.task_attempts (
     budgets         int[],
     reserved        bigint[],
     charged         bigint[],
-    PRIMARY KEY (queue, id, attempt)
-);
--- Read once after a start, to rebuild the budgets' windows; as small as an index on rows that come in the order of time can be.
-CREATE INDEX task_attempts_ended ON stint.task_attempts USING brin (ended_at);
+    incarnation     int NOT NULL DEFAULT stint.incarnation(),
+    xact            xid8 NOT NULL DEFAULT pg_catalog.pg_current_xact_id()
+) PARTITION BY LIST (get_byte(uuid_send(id), 15));
 COMMENT ON TABLE stint.task_attempts IS 'Every ended attempt, with how it ended, the usage its callback reported, and what it reserved and was charged of each budget; insert-only';
 
--- Usage that came after the attempt had ended: a lapsed worker's callback. The key makes it once.
+-- Usage that came by another way than the call that ended the attempt: a lapsed worker's callback, a bill. The key makes it once.
 CREATE TABLE stint.usage_late (
     queue           text COLLATE "C" NOT NULL,
     id              uuid NOT NULL,
@@ -249,9 +305,12 @@ CREATE TABLE stint.usage_late (
     compute_cost    numeric,
     confidence      real,
     meta            jsonb,
+    incarnation     int NOT NULL DEFAULT stint.incarnation(),
+    xact            xid8 NOT NULL DEFAULT pg_catalog.pg_current_xact_id(),
     PRIMARY KEY (queue, id, attempt, key)
 );
-COMMENT ON TABLE stint.usage_late IS 'Usage reported after its attempt had ended, once for each attempt and key; insert-only';
+CREATE INDEX usage_late_xact ON stint.usage_late (incarnation, xact);
+COMMENT ON TABLE stint.usage_late IS 'Usage reported beside the end of its attempt (late callbacks, bills of stint.record_usage), once for each attempt and key; insert-only';
 
 CREATE TABLE stint.task_outcomes (
     queue           text COLLATE "C" NOT NULL,
@@ -262,8 +321,9 @@ CREATE TABLE stint.task_outcomes (
     finished_at     timestamptz NOT NULL,
     error           text,
     result          jsonb,
-    PRIMARY KEY (queue, id)
-);
+    incarnation     int NOT NULL DEFAULT stint.incarnation(),
+    xact            xid8 NOT NULL DEFAULT pg_catalog.pg_current_xact_id()
+) PARTITION BY LIST (get_byte(uuid_send(id), 15));
 COMMENT ON TABLE stint.task_outcomes IS 'How each finished task ended; insert-only, but for a retry, which moves the row to stint.task_retries';
 
 -- What stint.retry took back. The attempts up to this one no longer count against max_attempts.
@@ -277,8 +337,13 @@ CREATE TABLE stint.task_retries (
     lease           uuid,
     finished_at     timestamptz NOT NULL,
     error           text,
+    outcome_incarnation int NOT NULL,
+    outcome_xact    xid8 NOT NULL,
+    incarnation     int NOT NULL DEFAULT stint.incarnation(),
+    xact            xid8 NOT NULL DEFAULT pg_catalog.pg_current_xact_id(),
     PRIMARY KEY (queue, id, retry)
 );
+CREATE INDEX task_retries_xact ON stint.task_retries (incarnation, xact);
 COMMENT ON TABLE stint.task_retries IS 'Outcomes that stint.retry and stint.retry_failed took back, numbered from 1 for each task; insert-only';
 
 CREATE TABLE stint.task_keys (
@@ -306,8 +371,11 @@ SELECT pg_catalog.pg_extension_config_dump('stint.queue_config', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.queue_config_number_seq', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.budget_config', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.budget_config_number_seq', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.history_classes', 'WHERE class <> 0');
 SELECT pg_catalog.pg_extension_config_dump('stint.lanes', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.lanes_lane_seq', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.group_weights', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.prediction_factors', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.task_facts', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.task_seq', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.place_ready', '');
@@ -391,7 +459,8 @@ CREATE TABLE stint.events (
     payload         jsonb,
     emitted_at      timestamptz
 );
-COMMENT ON TABLE stint.events IS 'Events by name, each emitted at most once: the first committed payload stays';
+CREATE INDEX events_emitted ON stint.events (emitted_at);
+COMMENT ON TABLE stint.events IS 'Events by name, each emitted at most once: the first committed payload stays, as long as stint.event_retention says';
 
 SELECT pg_catalog.pg_extension_config_dump('stint.place_blocked', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.task_dependencies', '');
@@ -407,10 +476,12 @@ SELECT pg_catalog.pg_extension_config_dump('stint.events', '');
 --   flow_tables
 
 -- What users and psql see of the queue. No view shows a lease: it is the right to end an attempt.
+-- Joins on an id compare its class too, so that they look into one partition of the history.
 
 CREATE VIEW stint.queues AS
 SELECT q.queue, q.lease_for, q.max_attempts, q.backoff_base, q.backoff_factor, q.backoff_max, q.backoff_jitter,
-       q.budgets, q.key_retention, q.late_result, q.notify, q.max_run_time, q.paused, q.strict_groups, q.comment, q.created_at
+       q.budgets, q.key_retention, q.late_result, q.notify, q.max_run_time, q.paused, q.strict_groups, q.fair, q.correct_predictions, q.events, q.comment, q.created_at,
+       q.history_retention, q.history_archive
 FROM stint.queue_config q;
 COMMENT ON VIEW stint.queues IS 'Queues and their settings';
 
@@ -430,7 +501,7 @@ CROSS JOIN LATERAL (
     UNION ALL
     SELECT 'scheduled', CASE WHEN s.event IS NOT NULL THEN 'awaits event "' || s.event || '"'
                                 WHEN s.attempt = 0 THEN 'delayed'
-                                WHEN (SELECT a.ended FROM stint.task_attempts a WHERE a.queue = s.queue AND a.id = s.id AND a.attempt = s.attempt) = 'snoozed'
+                                WHEN (SELECT a.ended FROM stint.task_attempts a WHERE a.queue = s.queue AND a.id = s.id AND get_byte(uuid_send(a.id), 15) = get_byte(uuid_send(s.id), 15) AND a.attempt = s.attempt) = 'snoozed'
                                 THEN 'snoozed' ELSE 'retry' END, s.priority, s.attempt, NULL, s.run_at, NULL, NULL, NULL, NULL
     FROM stint.place_scheduled s WHERE s.queue = f.queue AND s.id = f.id
     UNION ALL
@@ -448,7 +519,7 @@ CROSS JOIN LATERAL (
     FROM stint.place_running r WHERE r.queue = f.queue AND r.id = f.id
     UNION ALL
     SELECT o.outcome, o.error, NULL, o.attempt, NULL, NULL, NULL, NULL, o.finished_at, NULL
-    FROM stint.task_outcomes o WHERE o.queue = f.queue AND o.id = f.id
+    FROM stint.task_outcomes o WHERE o.queue = f.queue AND o.id = f.id AND get_byte(uuid_send(o.id), 15) = get_byte(uuid_send(f.id), 15)
 ) p;
 COMMENT ON VIEW stint.tasks IS
 'Every task with its status: scheduled, blocked, ready, running, completed, failed or cancelled, and why. priority: as stint.reprioritize left it, while the task lives.
@@ -457,25 +528,35 @@ Find tasks by label with labels @> ''{"customer": 7}'': with a queue and a time 
 CREATE VIEW stint.task_payloads AS
 SELECT f.queue, f.id, f.payload, o.result
 FROM stint.task_facts f
-LEFT JOIN stint.task_outcomes o ON o.queue = f.queue AND o.id = f.id;
+LEFT JOIN stint.task_outcomes o ON o.queue = f.queue AND o.id = f.id AND get_byte(uuid_send(o.id), 15) = get_byte(uuid_send(f.id), 15);
 COMMENT ON VIEW stint.task_payloads IS 'What each task was given and, once completed, what came of it; granted apart from stint.tasks';
 
 CREATE VIEW stint.attempts AS
 SELECT a.queue, a.id, a.attempt, a.ended, a.worker, f.agent, a.started_at, a.ended_at, a.ended_at - a.started_at AS run_time, a.heartbeat_gap, a.error,
        coalesce(a.run_id, u.run_id) AS run_id, coalesce(a.trace_id, u.trace_id) AS trace_id, coalesce(a.model, u.model) AS model,
        f.tokens AS predicted_tokens,
-       CASE WHEN u.attempt IS NULL THEN a.input_tokens ELSE coalesce(a.input_tokens, 0) + coalesce(u.input_tokens, 0) END AS input_tokens,
-       CASE WHEN u.attempt IS NULL THEN a.cached_tokens ELSE coalesce(a.cached_tokens, 0) + coalesce(u.cached_tokens, 0) END AS cached_tokens,
-       CASE WHEN u.attempt IS NULL THEN a.output_tokens ELSE coalesce(a.output_tokens, 0) + coalesce(u.output_tokens, 0) END AS output_tokens,
-       CASE WHEN u.attempt IS NULL THEN a.model_cost ELSE coalesce(a.model_cost, 0) + coalesce(u.model_cost, 0) END AS model_cost,
-       CASE WHEN u.attempt IS NULL THEN a.compute_cost ELSE coalesce(a.compute_cost, 0) + coalesce(u.compute_cost, 0) END AS compute_cost,
+       CASE WHEN u.bills = 0 THEN a.input_tokens ELSE coalesce(a.input_tokens, 0) + coalesce(u.input_tokens, 0)::bigint END AS input_tokens,
+       CASE WHEN u.bills = 0 THEN a.cached_tokens ELSE coalesce(a.cached_tokens, 0) + coalesce(u.cached_tokens, 0)::bigint END AS cached_tokens,
+       CASE WHEN u.bills = 0 THEN a.output_tokens ELSE coalesce(a.output_tokens, 0) + coalesce(u.output_tokens, 0)::bigint END AS output_tokens,
+       CASE WHEN u.bills = 0 THEN a.model_cost ELSE coalesce(a.model_cost, 0) + coalesce(u.model_cost, 0) END AS model_cost,
+       CASE WHEN u.bills = 0 THEN a.compute_cost ELSE coalesce(a.compute_cost, 0) + coalesce(u.compute_cost, 0) END AS compute_cost,
        coalesce(a.confidence, u.confidence) AS confidence,
        coalesce(a.meta, u.meta) AS meta,
        u.recorded_at AS usage_came_late_at
 FROM stint.task_attempts a
-JOIN stint.task_facts f ON f.queue = a.queue AND f.id = a.id
-LEFT JOIN stint.usage_late u ON u.queue = a.queue AND u.id = a.id AND u.attempt = a.attempt AND u.key = 'callback';
-COMMENT ON VIEW stint.attempts IS 'Every ended attempt: how it ended (completed, failed, cancelled, released, snoozed, awaiting, lapsed), its run and trace id, tokens and cost, usage that came late included';
+JOIN stint.task_facts f ON f.queue = a.queue AND f.id = a.id AND get_byte(uuid_send(f.id), 15) = get_byte(uuid_send(a.id), 15)
+CROSS JOIN LATERAL (
+    SELECT count(*) AS bills, max(l.recorded_at) AS recorded_at,
+           (array_agg(l.run_id ORDER BY l.recorded_at, l.key) FILTER (WHERE l.run_id IS NOT NULL))[1] AS run_id,
+           (array_agg(l.trace_id ORDER BY l.recorded_at, l.key) FILTER (WHERE l.trace_id IS NOT NULL))[1] AS trace_id,
+           (array_agg(l.model ORDER BY l.recorded_at, l.key) FILTER (WHERE l.model IS NOT NULL))[1] AS model,
+           sum(l.input_tokens) AS input_tokens, sum(l.cached_tokens) AS cached_tokens, sum(l.output_tokens) AS output_tokens,
+           sum(l.model_cost) AS model_cost, sum(l.compute_cost) AS compute_cost,
+           (array_agg(l.confidence ORDER BY l.recorded_at, l.key) FILTER (WHERE l.confidence IS NOT NULL))[1] AS confidence,
+           (array_agg(l.meta ORDER BY l.recorded_at, l.key) FILTER (WHERE l.meta IS NOT NULL))[1] AS meta
+    FROM stint.usage_late l WHERE l.queue = a.queue AND l.id = a.id AND l.attempt = a.attempt
+) u;
+COMMENT ON VIEW stint.attempts IS 'Every ended attempt: how it ended (completed, failed, cancelled, released, snoozed, awaiting, lapsed), its run and trace id, tokens and cost, late callbacks and bills included';
 
 CREATE VIEW stint.queue_stats AS
 SELECT q.queue, q.paused,
@@ -484,7 +565,7 @@ SELECT q.queue, q.paused,
        (SELECT count(*) FROM stint.place_ready w WHERE w.queue = q.queue) AS ready,
        (SELECT count(*) FROM stint.place_running r WHERE r.queue = q.queue) AS running,
        coalesce(o.completed, 0) AS completed, coalesce(o.failed, 0) AS failed, coalesce(o.cancelled, 0) AS cancelled,
-       (SELECT min(f.enqueued_at) FROM stint.place_ready w JOIN stint.task_facts f ON f.queue = w.queue AND f.id = w.id
+       (SELECT min(f.enqueued_at) FROM stint.place_ready w JOIN stint.task_facts f ON f.queue = w.queue AND f.id = w.id AND get_byte(uuid_send(f.id), 15) = get_byte(uuid_send(w.id), 15)
         WHERE w.queue = q.queue) AS oldest_ready
 FROM stint.queue_config q
 LEFT JOIN (
@@ -519,12 +600,17 @@ CREATE FUNCTION stint.create_queue(
     comment text DEFAULT NULL,
     max_run_time interval DEFAULT NULL,
     paused boolean DEFAULT false,
-    strict_groups boolean DEFAULT false
+    strict_groups boolean DEFAULT false,
+    fair boolean DEFAULT false,
+    correct_predictions boolean DEFAULT false,
+    history_retention interval DEFAULT NULL,
+    history_archive text DEFAULT 'drop',
+    events boolean DEFAULT false
 ) RETURNS void
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'create_queue_wrapper';
-REVOKE ALL ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text, interval, boolean, boolean) FROM PUBLIC;
-COMMENT ON FUNCTION stint.create_queue(text, interval, int, interval, double precision, interval, double precision, text[], interval, text, boolean, text, interval, boolean, boolean) IS
+REVOKE ALL ON FUNCTION stint.create_queue FROM PUBLIC;
+COMMENT ON FUNCTION stint.create_queue IS
 'Makes a queue.
 lease_for: how long a claim holds a task unless the task or the claim says otherwise; longer than the worker''s worst pause.
 max_attempts: attempts that may fail or lapse before the task fails.
@@ -536,6 +622,12 @@ notify: whether changes ring the channel stint_queue (a coalesced doorbell sent 
 max_run_time: the longest an attempt may run: no heartbeat keeps its lease longer, so the sweep takes it back (the attempt counts). paused: whether claims find nothing for now.
 strict_groups: of the tasks with one group_key at most one runs at a time, and they run in the order of enqueueing whatever their priority; one that is scheduled,
 backs off, waits for other tasks or awaits an event holds up those behind it. Without it group_key is a label.
+fair: the queue is shared by the tasks'' group_keys in proportion to their weights (stint.set_weight, 1 by default), by tokens spent and not by tasks: the group that got least
+has the next turn, and priority and order count within a group only. Tasks without a group_key are one group. Goes with strict_groups.
+correct_predictions: claims reserve of budgets, and charge to groups, a task''s prediction times what its agent''s latest attempts used for each token predicted (see stint.prediction_advice).
+events: whether every change of status of its tasks is kept for stint.task_events, for stint.task_event_retention; each costs one narrow row more in the transaction that makes it.
+history_retention: how long a task, its attempts and its outcome are kept after it finished, from 1 hour on; null: for ever. They go with their partition, a thirtieth of that time at once, so some are
+kept a little longer. A live task is never removed. Holds for tasks enqueued from now on. history_archive: ''drop'' removes partitions past it, ''detach'' moves them to the schema stint_archive, where they are yours to dump and drop.
 Errors: 42710 the queue exists; 42704 unknown budget; 22023 a value out of its bounds.';
 
 CREATE FUNCTION stint.create_budget(
@@ -633,14 +725,14 @@ AS 'MODULE_PATHNAME', 'enqueue_wrapper';
 REVOKE ALL ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], text, uuid[], text, int, interval, jsonb, interval) FROM PUBLIC;
 COMMENT ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], text, uuid[], text, int, interval, jsonb, interval) IS
 'Adds a task to a queue and returns its id, a UUIDv7. The payload reaches the worker byte for byte as jsonb keeps it.
-priority: higher is claimed sooner. run_at or delay: not before that instant, or that long from now.
+priority: higher is claimed sooner, in a fair queue within its group. run_at or delay: not before that instant, or that long from now.
 key: at most one task for each queue and key while the key is kept; a repeat returns the id of the first and changes nothing.
 agent: who the work is for, for accounting. tokens: predicted tokens, reserved of every budget while the task runs.
 budgets: budgets it draws on beside its queue''s. max_attempts, lease_for, max_run_time: in place of the queue''s. labels: anything you want to find it by.
-group_key: what the task belongs with; in a queue with strict_groups it runs after those of the same key that were enqueued before.
+group_key: what the task belongs with; in a queue with strict_groups it runs after those of the same key that were enqueued before, a fair queue is shared among keys.
 depends_on: tasks of the same queue that must end first; until then it is blocked. Only tasks that exist can be named, so there are no cycles.
 on_dependency_failure: what becomes of it at once when one of them fails or is cancelled: ''fail'', ''cancel'', or ''run'' it all the same once all have ended.
-Waits for: another transaction that holds the same key, enqueues the first task of the same strict group, or moves a task named in depends_on. Sends no NOTIFY.
+Waits for: another transaction that holds the same key, enqueues the first task of the same group of a strict or fair queue, or moves a task named in depends_on. Sends no NOTIFY.
 Errors: 42704 unknown queue or budget; P0002 depends_on names a task that the queue does not have; 54000 over a limit, or a prediction above a budget''s capacity; 22023 a value out of its bounds.';
 
 CREATE FUNCTION stint.enqueue_many(
@@ -668,13 +760,14 @@ AS 'MODULE_PATHNAME', 'claim_wrapper';
 REVOKE ALL ON FUNCTION stint.claim(text, text, int, interval, interval, text[]) FROM PUBLIC;
 COMMENT ON FUNCTION stint.claim(text, text, int, interval, interval, text[]) IS
 'Takes at most max tasks under a lease each, by priority (descending), then enqueue order; only tasks whose budgets all have room.
+In a fair queue the group that got the fewest tokens by weight has the next turn, task by task, and that order holds within each group; a group without room is passed by.
 worker: who runs them, as shown in stint.tasks. lease_for: in place of the task''s or the queue''s.
 wait: sleep in the server until a task is there, at most so long (and at most stint.max_wait); one waiter is woken for each task. Give waiters a connection pool of their own.
 agents: only tasks for these agents, 1 to 100 of them; others are neither held up nor moved. A wait for some agents looks ten times a second, since no wake-up is meant for it.
 A paused queue yields nothing.
 lease is a secret: it is the right to end this attempt. expires_in_ms counts from the claim.
 An empty claim writes nothing. Use in FROM. Never waits for other sessions'' rows.
-Errors: 42704 unknown queue; 25001 wait under REPEATABLE READ; 40001 under REPEATABLE READ when another session took the row; 0A000 when a transaction that claimed budgeted tasks is prepared.';
+Errors: 42704 unknown queue; 25001 wait under REPEATABLE READ; 40001 under REPEATABLE READ when another session took the row; 0A000 when a transaction that claimed tasks with budgets or of a fair queue is prepared.';
 
 CREATE FUNCTION stint.extend(
     queue text,
@@ -922,6 +1015,7 @@ CREATE TABLE stint.schedule_config (
     priority        int NOT NULL,
     delay           interval,
     key             text COLLATE "C",
+    group_key       text COLLATE "C",
     agent           text COLLATE "C",
     tokens          bigint,
     budgets         text[] COLLATE "C" NOT NULL,
@@ -967,19 +1061,21 @@ CREATE FUNCTION stint.create_schedule(
     labels jsonb DEFAULT NULL,
     catch_up text DEFAULT 'last',
     paused boolean DEFAULT false,
-    comment text DEFAULT NULL
+    comment text DEFAULT NULL,
+    group_key text DEFAULT NULL
 ) RETURNS void
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'create_schedule_wrapper';
-REVOKE ALL ON FUNCTION stint.create_schedule(text, text, text, jsonb, text, int, interval, text, text, bigint, text[], int, interval, jsonb, text, boolean, text) FROM PUBLIC;
-COMMENT ON FUNCTION stint.create_schedule(text, text, text, jsonb, text, int, interval, text, text, bigint, text[], int, interval, jsonb, text, boolean, text) IS
+REVOKE ALL ON FUNCTION stint.create_schedule(text, text, text, jsonb, text, int, interval, text, text, bigint, text[], int, interval, jsonb, text, boolean, text, text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.create_schedule(text, text, text, jsonb, text, int, interval, text, text, bigint, text[], int, interval, jsonb, text, boolean, text, text) IS
 'Has a task made in the queue at every time that the cron text names. name: of the schedule, one in the database.
 cron: minute, hour, day of month, month, day of week, as cron reads them: *, lists, ranges, steps (*/15), names (MON, JAN), L (the last day), 15W (the weekday nearest to the 15th), FRI#2
 (the second Friday), +MON (and a Monday, not or); or @hourly, @daily, @weekly, @monthly, @yearly. Where days of month and of week are both given, either is enough.
 time_zone: a name of the IANA database; the text is read on the wall clock there. Where that clock is set, a text that names hours fires once for each time it names: one that is
 skipped, at the first instant after the gap (02:30 becomes 03:00); one that comes twice, the first time. A text that matches every hour follows real time: it fires at every matching
 minute that comes, and makes up none that does not.
-payload, priority, delay, key, agent, tokens, budgets, max_attempts, lease_for, labels: of each task, as stint.enqueue takes them. With a key, a slot that comes while the key is held
+payload, priority, delay, key, agent, tokens, budgets, max_attempts, lease_for, labels, group_key: of each task, as stint.enqueue takes them. In a queue with strict
+groups a group_key keeps two runs from overlapping, and makes each. With a key, a slot that comes while the key is held
 makes no task of its own; in a queue with key_retention 0 that is while the last one is not finished.
 catch_up: what becomes of slots missed by more than a minute, because the server was down or its clock was set forward: ''none'' leaves them out; ''last'' fires once, for the latest; ''all''
 fires each, the earliest first. A clock set back fires nothing twice: the schedule goes on when the clock is past the last slot.
@@ -1066,15 +1162,61 @@ CREATE FUNCTION stint.alter_queue(
     notify boolean DEFAULT NULL,
     comment text DEFAULT NULL,
     max_run_time interval DEFAULT NULL,
-    paused boolean DEFAULT NULL
+    paused boolean DEFAULT NULL,
+    fair boolean DEFAULT NULL,
+    correct_predictions boolean DEFAULT NULL,
+    history_retention interval DEFAULT NULL,
+    history_archive text DEFAULT NULL,
+    events boolean DEFAULT NULL
 ) RETURNS void
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'alter_queue_wrapper';
 REVOKE ALL ON FUNCTION stint.alter_queue FROM PUBLIC;
 COMMENT ON FUNCTION stint.alter_queue IS
 'Changes a queue''s settings; the arguments are those of stint.create_queue, and null keeps what is there. max_run_time => ''0'' and comment => '''' take theirs away.
-What runs goes on under the lease, deadline and budgets it was claimed with. Waits for: another open transaction that changes the same queue.
+history_retention => ''0'' keeps history for ever; it and history_archive hold for tasks enqueued from now on: those that are there keep what they were enqueued with.
+What runs goes on under the lease, deadline and budgets it was claimed with. fair applies to tasks enqueued from then on: those that wait stand together as the group without
+a key; taken away, the tasks of all groups are claimed by priority, then enqueue order. events => true begins a new feed for stint.task_events: transactions that began before
+this commits may leave changes out of it, and positions of an earlier feed are refused. Waits for: another open transaction that changes the same queue.
 Errors: 42704 unknown queue or budget; 22023 a value out of its bounds.';
+
+CREATE FUNCTION stint.set_weight(queue text, group_key text, weight double precision DEFAULT NULL) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'set_weight_wrapper';
+REVOKE ALL ON FUNCTION stint.set_weight FROM PUBLIC;
+COMMENT ON FUNCTION stint.set_weight IS
+'Says what a group of a fair queue counts, from the commit on: with twice the weight of another it gets twice the tokens while both have tasks waiting. From 0.001 to 1000; every group counts 1
+unless told otherwise, as do tasks without a group_key. null, or left out, takes the weight away. Waits for: another open transaction that sets the same weight.
+Errors: 42704 unknown queue; 22004 no group_key; 22023 a weight out of its bounds.';
+
+CREATE FUNCTION stint.group_usage() RETURNS TABLE (queue text, group_key text, tokens bigint, virtual_time double precision)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'group_usage_wrapper';
+REVOKE ALL ON FUNCTION stint.group_usage FROM PUBLIC;
+COMMENT ON FUNCTION stint.group_usage IS
+'What the groups of fair queues got, as claims see it: tokens charged and settled since the server started, and their time, which claims compare.
+null where nothing is remembered. Read by stint.fair_shares. Use in FROM.';
+
+CREATE VIEW stint.fair_shares AS
+SELECT q.queue, u.group_key COLLATE "C" AS group_key, coalesce(w.weight, 1) AS weight, u.tokens, u.virtual_time,
+       (SELECT count(*) FROM stint.lanes l JOIN stint.place_ready r ON r.queue = l.queue AND r.lane = l.lane
+        WHERE l.queue = q.queue AND l.group_key IS NOT DISTINCT FROM u.group_key) AS ready,
+       (SELECT count(*) FROM stint.lanes l JOIN stint.place_running r ON r.queue = l.queue AND r.lane = l.lane
+        WHERE l.queue = q.queue AND l.group_key IS NOT DISTINCT FROM u.group_key) AS running
+FROM stint.group_usage() u
+JOIN stint.queue_config q ON q.queue = u.queue
+LEFT JOIN stint.group_weights w ON w.queue = u.queue AND w.group_key = u.group_key;
+COMMENT ON VIEW stint.fair_shares IS
+'Groups of fair queues that have live tasks or a weight: the tokens each got since the server started, its virtual time (tokens by weight; of the groups with tasks ready and room in
+their budgets the one with the least has the next turn, and one that was idle goes on from the least of the others), and its tasks ready and running. The group without a key has none';
+
+CREATE FUNCTION stint.tidy_lanes() RETURNS bigint
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'tidy_lanes_wrapper';
+REVOKE ALL ON FUNCTION stint.tidy_lanes FROM PUBLIC;
+COMMENT ON FUNCTION stint.tidy_lanes IS
+'Removes the lanes of groups of fair queues that have no live task, a few calls after they had their last one: no transaction may still be open that began before. Returns how many.
+The maintenance worker does this every minute; call it where none runs.';
 
 CREATE FUNCTION stint.pause_queue(queue text) RETURNS boolean
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
@@ -1115,7 +1257,7 @@ REVOKE ALL ON FUNCTION stint.drop_queue FROM PUBLIC;
 COMMENT ON FUNCTION stint.drop_queue IS
 'Removes a queue. One that has tasks, live or finished, is refused (2BP01) unless force is true: then they go with their keys, attempts, usage and outcomes, and a worker
 that still runs one learns from its next call that the queue is unknown. Budgets stay.
-Locks task_facts, task_outcomes and the tables of live tasks against writers for its last step: it waits for open transactions that wrote to them, and other queues wait
+Locks the tables of live tasks against writers for its last step: it waits for open transactions that wrote to them, and other queues wait
 for it meanwhile; set lock_timeout. Errors: 42704 unknown queue; 2BP01 it has tasks; 25001 under REPEATABLE READ.';
 
 CREATE FUNCTION stint.enqueue_once(
@@ -1132,7 +1274,10 @@ CREATE FUNCTION stint.enqueue_once(
     max_attempts int DEFAULT NULL,
     lease_for interval DEFAULT NULL,
     labels jsonb DEFAULT NULL,
-    max_run_time interval DEFAULT NULL
+    max_run_time interval DEFAULT NULL,
+    group_key text DEFAULT NULL,
+    depends_on uuid[] DEFAULT NULL,
+    on_dependency_failure text DEFAULT 'fail'
 ) RETURNS TABLE (id uuid, created boolean)
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'enqueue_once_wrapper';
@@ -1140,7 +1285,7 @@ REVOKE ALL ON FUNCTION stint.enqueue_once FROM PUBLIC;
 COMMENT ON FUNCTION stint.enqueue_once IS
 'Adds a task under a key, as stint.enqueue does, and says whether this call made it. Where the key is held, id is its task''s and nothing changes.
 conflict: what a held key with another payload means: ''return'' answers with the task that is there, ''error'' refuses (23505, naming the key). Payloads are compared as jsonb.
-Waits for: another transaction that holds the same key. Use in FROM. Errors: as stint.enqueue; 22004 no key; 23505 as said.';
+Waits for: what stint.enqueue waits for. Use in FROM. Errors: as stint.enqueue; 22004 no key; 23505 as said.';
 
 CREATE FUNCTION stint.snooze(
     queue text,
@@ -1180,9 +1325,10 @@ REVOKE ALL ON FUNCTION stint.retry FROM PUBLIC;
 COMMENT ON FUNCTION stint.retry IS
 'Makes a failed or cancelled task live again: ready at the end of its line with the priority it was enqueued with. Its attempts stay and count no more, so it has
 max_attempts again; the outcome it had moves to stint.task_retries. A key it had is taken again. What depended on it has ended, or waits
-for it if a sweep ended it a moment ago. It waits for none of the tasks it depended on.
-outcome: ''retried''; ''already_completed''; ''not_finished'', status says where it is; ''key_taken'': another task got its key meanwhile, nothing was changed.
-Use in FROM. Errors: P0002 unknown task; 42704 unknown queue; 0A000 the task was in a strict group, whose turn has passed: enqueue the work again.';
+for it if a sweep ended it a moment ago. Of the tasks it depended on it waits for those that are live again; however the others ended, they do not hold it up any more.
+In a strict group it stands at the end of the line, since its turn has passed.
+outcome: ''retried'', status ready or blocked; ''already_completed''; ''not_finished'', status says where it is; ''key_taken'': another task got its key meanwhile, nothing was changed.
+Waits for: what stint.enqueue waits for, and another retry of the task. Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
 
 CREATE FUNCTION stint.retry_failed(
     queue text,
@@ -1195,7 +1341,8 @@ AS 'MODULE_PATHNAME', 'retry_failed_wrapper';
 REVOKE ALL ON FUNCTION stint.retry_failed FROM PUBLIC;
 COMMENT ON FUNCTION stint.retry_failed IS
 'Retries at most max failed tasks as stint.retry does, in the order they were enqueued, and returns how many; call it until it returns 0. Cancelled tasks stay.
-since: only those that failed at or after that instant. agent: only those for that agent. Tasks of strict groups, and those whose key another task got, are left out, as are rows that another session holds.
+since: only those that failed at or after that instant. agent: only those for that agent. Those whose key another task got are left out, as are rows that another session holds.
+Tasks that depended on one another wait for one another again, and those of a strict group stand in their old order at the end of its line.
 Errors: 42704 unknown queue; 54000 max above stint.max_batch.';
 
 CREATE FUNCTION stint.reprioritize(
@@ -1256,7 +1403,7 @@ CREATE VIEW stint.stuck AS
 SELECT r.queue, r.id, s.problem, r.worker, f.agent, r.attempt, r.started_at, r.heartbeat_at,
        coalesce(r.extended_until, r.expires_at) AS expires_at, r.deadline, r.run_id, r.trace_id
 FROM stint.place_running r
-JOIN stint.task_facts f ON f.queue = r.queue AND f.id = r.id
+JOIN stint.task_facts f ON f.queue = r.queue AND f.id = r.id AND get_byte(uuid_send(f.id), 15) = get_byte(uuid_send(r.id), 15)
 CROSS JOIN LATERAL (
     SELECT CASE WHEN r.deadline <= n.at THEN 'past max_run_time'
                 WHEN coalesce(r.extended_until, r.expires_at) <= n.at THEN 'lapsed'
@@ -1283,7 +1430,7 @@ COMMENT ON FUNCTION stint.lease_advice IS
 queue''s lease, and in words what follows. Lapsed attempts are counted, but not timed. Reads all attempts of the queue. Use in FROM. Errors: 42704 unknown queue.';
 
 CREATE FUNCTION stint.prediction_advice(queue text) RETURNS TABLE (
-    agent text, attempts bigint, predicted_tokens numeric, actual_tokens numeric, factor numeric, factor_p50 numeric, factor_p99 numeric, advice text
+    agent text, attempts bigint, predicted_tokens numeric, actual_tokens numeric, factor numeric, factor_p50 numeric, factor_p99 numeric, applied double precision, advice text
 )
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'prediction_advice_wrapper';
@@ -1291,7 +1438,16 @@ REVOKE ALL ON FUNCTION stint.prediction_advice FROM PUBLIC;
 COMMENT ON FUNCTION stint.prediction_advice IS
 'For each agent of a queue: the tokens predicted for its completed and failed attempts against those they reported (input and output), together and as the median and
 99th percentile of the factor between the two, and in words what follows. Tasks without a prediction and attempts without reported tokens are left out.
-Reads all attempts of the queue. Use in FROM. Errors: 42704 unknown queue.';
+applied: by what claims multiply the agent''s predictions where the queue has correct_predictions: actual by predicted tokens of its latest attempts, at least 20 and at
+most 1,000 of them, from 0.25 to 4, found anew every minute. null where nothing is corrected. Reads all attempts of the queue. Use in FROM. Errors: 42704 unknown queue.';
+
+CREATE FUNCTION stint.refresh_factors() RETURNS bigint
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'refresh_factors_wrapper';
+REVOKE ALL ON FUNCTION stint.refresh_factors FROM PUBLIC;
+COMMENT ON FUNCTION stint.refresh_factors IS
+'Finds anew by what predictions are corrected, in every queue with correct_predictions, from the attempts of its latest 10,000 tasks that had one. Returns how many factors changed.
+The maintenance worker does this every minute; call it where none runs.';
 /* </end connected objects> */
 
 /* <begin connected objects> */
@@ -1385,7 +1541,7 @@ REVOKE ALL ON FUNCTION stint.merge(regclass, jsonb, text) FROM PUBLIC;
 
 -- The changelog: what was captured, the ticks that give it positions, and who has read how far.
 
--- Which incarnation of the database this is. Made with the first state table; a restore brings the row of the database it came from.
+-- Which incarnation of the database this is. Made with the first queue or state table; a restore brings the row of the database it came from.
 CREATE TABLE stint.meta (
     one               boolean PRIMARY KEY DEFAULT true CHECK (one),
     epoch             integer NOT NULL,
@@ -1534,13 +1690,15 @@ to make changes readable at once. Errors: 25001 in a transaction that has writte
 Locks: the tick lock (an object lock on the schema stint) until the transaction ends; readers and writers never wait for it.';
 REVOKE ALL ON FUNCTION stint.tick() FROM PUBLIC;
 
-CREATE FUNCTION stint.activate() RETURNS integer
+CREATE FUNCTION stint.activate(keep_leases boolean DEFAULT false) RETURNS integer
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'activate_wrapper';
-COMMENT ON FUNCTION stint.activate() IS
-'Lets a restored or cloned database work on its own: gives the changes it was restored with their last positions, opens a new epoch and returns its number. Until then state tables
-there refuse changes, ticks and pins; positions and tags made before stay readable and keep their meaning. Where the database is no copy it changes nothing.
-Locks: the tick lock until the transaction ends.';
-REVOKE ALL ON FUNCTION stint.activate() FROM PUBLIC;
+COMMENT ON FUNCTION stint.activate(boolean) IS
+'Lets a restored or cloned database work on its own: ends the leases the other one gave, so that the next sweep takes those tasks back and no old worker''s call matches; gives the changes it
+was restored with their last positions, adds up what its original had not, opens a new epoch and returns its number. Until then the verbs of queues and state tables there are refused (55000) and the maintenance worker does
+nothing; views, positions and tags made before stay readable and keep their meaning. Where the database is no copy it changes nothing.
+keep_leases: after pg_upgrade, whose workers go on with what they hold.
+Errors: 25001 in a copy, in a transaction that has written something. Locks: the tick lock and the roll-up lock until the transaction ends.';
+REVOKE ALL ON FUNCTION stint.activate(boolean) FROM PUBLIC;
 
 CREATE FUNCTION stint.changes(relation regclass, since_pos bigint DEFAULT 0, max integer DEFAULT 1000)
     RETURNS TABLE (pos bigint, kind text, key jsonb, before jsonb, after jsonb, changed_at timestamptz)
@@ -1595,6 +1753,83 @@ REVOKE ALL ON FUNCTION stint.trim_consumers() FROM PUBLIC;
 -- src/lib.rs
 -- requires:
 --   changelog
+
+-- The feed of tasks' changes of status: a log that verbs add to, and ticks that give its rows their positions (src/changelog/feed.rs). Only queues made or altered
+-- with events => true have one; the others cost nothing.
+
+CREATE TABLE stint.task_feeds (
+    queue           text COLLATE "C" PRIMARY KEY,
+    start_pos       bigint NOT NULL
+);
+COMMENT ON TABLE stint.task_feeds IS 'Queues that keep, or kept, events of their tasks. start_pos: what lies up to there is not kept, or belongs to an earlier feed of that queue name';
+SELECT pg_catalog.pg_extension_config_dump('stint.task_feeds', '');
+
+-- Never cached: an event draws its number while its transaction holds the task's row, so per task the numbers rise in commit order.
+CREATE SEQUENCE stint.task_event_seq CACHE 1;
+COMMENT ON SEQUENCE stint.task_event_seq IS 'Numbers of task events. A new feed begins behind the number of the moment, so no position of an earlier one lies in it';
+SELECT pg_catalog.pg_extension_config_dump('stint.task_event_seq', '');
+
+CREATE TABLE stint.task_event_log (
+    queue           text COLLATE "C" NOT NULL,
+    epoch           int NOT NULL,
+    xid             xid8 NOT NULL,
+    seq             bigint NOT NULL,
+    at              timestamptz NOT NULL,
+    id              uuid NOT NULL,
+    status          text COLLATE "C" NOT NULL,
+    attempt         int NOT NULL,
+    worker          text COLLATE "C",
+    why             text,
+    PRIMARY KEY (queue, epoch, xid, seq)
+);
+COMMENT ON TABLE stint.task_event_log IS 'Changes of status of the tasks of queues with events, with the transaction of each; insert-only, old rows are removed by stint.trim_task_events. Read it through stint.task_events';
+SELECT pg_catalog.pg_extension_config_dump('stint.task_event_log', '');
+
+CREATE TABLE stint.task_event_ticks (
+    queue           text COLLATE "C" NOT NULL,
+    end_pos         bigint NOT NULL,
+    events          bigint NOT NULL,
+    epoch           int NOT NULL,
+    snapshot        pg_snapshot NOT NULL,
+    xid             xid8 NOT NULL DEFAULT pg_catalog.pg_current_xact_id(),
+    at              timestamptz NOT NULL DEFAULT pg_catalog.clock_timestamp(),
+    removed         boolean NOT NULL DEFAULT false,
+    PRIMARY KEY (queue, end_pos)
+);
+COMMENT ON TABLE stint.task_event_ticks IS 'Batches of each feed: the events of a tick are those visible in its snapshot and not in that of the queue''s tick before, ordered by seq; their positions end at end_pos. xid: the transaction that made the tick; removed: its events are not kept any more';
+SELECT pg_catalog.pg_extension_config_dump('stint.task_event_ticks', '');
+
+CREATE FUNCTION stint.task_events(
+    queue text,
+    after bigint DEFAULT 0,
+    max int DEFAULT 1000,
+    wait interval DEFAULT NULL
+) RETURNS TABLE (pos bigint, id uuid, status text, attempt int, worker text, why text, changed_at timestamptz)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'task_events_wrapper';
+REVOKE ALL ON FUNCTION stint.task_events(text, bigint, int, interval) FROM PUBLIC;
+COMMENT ON FUNCTION stint.task_events(text, bigint, int, interval) IS
+'The feed of a queue made or altered with events => true: every committed change of status of its tasks, once, those of one task in the order in which they happened.
+after: the pos of the last row you dealt with; 0 begins with the oldest that is kept. max: most rows. wait: how long to sleep in the server while there is none, up to stint.max_wait.
+pos rises from row to row. status: scheduled, blocked, ready, running, completed, failed, cancelled, as in stint.tasks; a task that is reprioritized or asked to cancel changes none.
+attempt: the number of the last attempt, of the running one while it runs; worker: who runs it; why: the error or reason of an outcome, the event that is awaited.
+Shows what was committed before the last tick; the maintenance worker ticks at every doorbell and every stint.naptime, stint.tick() at once. Kept for stint.task_event_retention.
+Writes nothing, takes no locks. Use in FROM. Errors: 72000 what lies after that position is not kept any more (begin again with 0 and look at stint.tasks);
+55000 the queue keeps no events; 42704 unknown queue; 22023 a position that was never given; 25001 wait under REPEATABLE READ; 54000 max above stint.max_batch, wait above stint.max_wait.';
+
+CREATE FUNCTION stint.trim_task_events(max int DEFAULT 1000) RETURNS bigint
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'trim_task_events_wrapper';
+REVOKE ALL ON FUNCTION stint.trim_task_events(int) FROM PUBLIC;
+COMMENT ON FUNCTION stint.trim_task_events(int) IS
+'Removes at most max task events that are older than stint.task_event_retention, whole ticks at a time for readers: one who asks for a position before is told. Returns how many rows
+went. The maintenance worker does this all the time; call it where none runs. Leaves a feed alone that another session trims. Errors: 54000 max above stint.max_batch.';
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   task_events
 
 -- Pins and tags: points in the past that stay readable.
 
@@ -1667,6 +1902,427 @@ REVOKE ALL ON FUNCTION stint.images_after(regclass, text, bigint) FROM PUBLIC;
 -- requires:
 --   snapshot
 
+-- Accounting: what finished tasks and ended attempts used, added up by minute, hour, day and month, and the functions of a dashboard.
+--
+-- A roll-up adds what was committed since the one before: the rows visible in its snapshot and not in the one before, whatever order transactions commit in.
+-- Both snapshots and the sums are written in one transaction, so that sums + what is not in them yet is exact for every reader (docs/accounting.md).
+
+-- Where roll-ups stand in each database this one's rows come from: its own and, after a restore, those before.
+CREATE TABLE stint.rollup_epochs (
+    incarnation       int PRIMARY KEY,
+    snapshot          pg_snapshot,
+    rolled_up_at      timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE stint.rollup_epochs IS 'For each incarnation of the database, the snapshot of the last roll-up: what it sees is added up. No snapshot: everything is, since a restored copy was activated';
+
+-- Minutes hold everything from minutes_from on; hours what lies before hours_until, days and months likewise. One row, from the first roll-up on.
+CREATE TABLE stint.rollup_marks (
+    one               boolean PRIMARY KEY DEFAULT true,
+    hours_until       timestamptz NOT NULL,
+    days_until        timestamptz NOT NULL,
+    months_until      timestamptz NOT NULL,
+    minutes_from      timestamptz NOT NULL,
+    hours_from        timestamptz NOT NULL
+);
+COMMENT ON TABLE stint.rollup_marks IS 'Up to where hours, days and months are made of the finer sums, and since when those are kept';
+
+-- No agent and no model are empty texts here, so that they can be part of the key.
+CREATE TABLE stint.usage_rollups (
+    queue             text COLLATE "C" NOT NULL,
+    level             int NOT NULL,
+    since             timestamptz NOT NULL,
+    agent             text COLLATE "C" NOT NULL,
+    model             text COLLATE "C" NOT NULL,
+    ended             text COLLATE "C" NOT NULL,
+    attempts          bigint NOT NULL,
+    input_tokens      numeric NOT NULL,
+    cached_tokens     numeric NOT NULL,
+    output_tokens     numeric NOT NULL,
+    model_cost        numeric NOT NULL,
+    compute_cost      numeric NOT NULL,
+    predicted_tokens  numeric NOT NULL,
+    measured_tokens   numeric NOT NULL,
+    wait              bytea,
+    run               bytea,
+    confidence        bytea,
+    PRIMARY KEY (queue, level, since, agent, model, ended)
+) WITH (fillfactor = 80);
+CREATE INDEX usage_rollups_since ON stint.usage_rollups (level, since);
+COMMENT ON TABLE stint.usage_rollups IS
+'What ended attempts used, by the minute (level 1), hour (2), day (3) or month (4, all in UTC) in which they ended. predicted_tokens, measured_tokens: of attempts that have both. wait, run, confidence: histograms (stint.histogram)';
+
+CREATE TABLE stint.task_rollups (
+    queue             text COLLATE "C" NOT NULL,
+    level             int NOT NULL,
+    since             timestamptz NOT NULL,
+    agent             text COLLATE "C" NOT NULL,
+    model             text COLLATE "C" NOT NULL,
+    outcome           text COLLATE "C" NOT NULL,
+    tasks             bigint NOT NULL,
+    attempts          bigint NOT NULL,
+    input_tokens      numeric NOT NULL,
+    cached_tokens     numeric NOT NULL,
+    output_tokens     numeric NOT NULL,
+    model_cost        numeric NOT NULL,
+    compute_cost      numeric NOT NULL,
+    retried_attempts  bigint NOT NULL,
+    retried_cost      numeric NOT NULL,
+    PRIMARY KEY (queue, level, since, agent, model, outcome)
+) WITH (fillfactor = 80);
+CREATE INDEX task_rollups_since ON stint.task_rollups (level, since);
+COMMENT ON TABLE stint.task_rollups IS
+'Finished tasks, by the minute, hour, day or month in which they finished, with what all their attempts used. model: of the last attempt. retried_…: of a completed task''s failed and lapsed attempts';
+
+SELECT pg_catalog.pg_extension_config_dump('stint.rollup_epochs', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.rollup_marks', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.usage_rollups', '');
+SELECT pg_catalog.pg_extension_config_dump('stint.task_rollups', '');
+
+CREATE FUNCTION stint.histogram(scale text, parts bytea[] DEFAULT NULL, measures double precision[] DEFAULT NULL) RETURNS bytea
+LANGUAGE c IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'histogram_wrapper';
+REVOKE ALL ON FUNCTION stint.histogram FROM PUBLIC;
+COMMENT ON FUNCTION stint.histogram IS
+'A histogram of measures and of what histograms (parts) hold, from which stint.quantile reads; nulls are left out, null where nothing is left. scale: ''duration'' (microseconds, read back
+within 2.5 % of the value) or ''share'' (0 to 1, within 0.005). The bytes are pairs of a gap to the bucket before and a count, in groups of seven bits. Errors: 22023 no such scale, no histogram.';
+
+CREATE FUNCTION stint.quantile(scale text, histogram bytea DEFAULT NULL, share double precision DEFAULT 0.5) RETURNS double precision
+LANGUAGE c IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'quantile_wrapper';
+REVOKE ALL ON FUNCTION stint.quantile FROM PUBLIC;
+COMMENT ON FUNCTION stint.quantile IS
+'The value that share (0.5: the median) of what a histogram counted does not exceed, within the error of its scale; null of none. Errors: 22023 no such scale, no histogram, a share not from 0 to 1.';
+
+-- The epochs that have something not added up: this database's own, and that of a copy's original until stint.activate(). A first epoch begins with nothing
+-- seen. The upper bound is true for every visible row; it tells the planner that the range is narrow.
+CREATE VIEW stint.open_epochs AS
+SELECT e.incarnation, e.snapshot, pg_catalog.pg_snapshot_xmax(e.snapshot) AS low,
+       CASE WHEN e.incarnation = stint.incarnation()
+            THEN greatest(pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot()), pg_catalog.pg_current_xact_id_if_assigned())
+            ELSE '18446744073709551615'::xid8 END AS high
+FROM (SELECT r.incarnation, r.snapshot FROM stint.rollup_epochs r WHERE r.snapshot IS NOT NULL
+      UNION ALL
+      SELECT stint.incarnation(), '1:1:'::pg_snapshot
+      WHERE NOT EXISTS (SELECT FROM stint.rollup_epochs r WHERE r.incarnation = stint.incarnation())) e;
+COMMENT ON VIEW stint.open_epochs IS 'For accounting: the incarnations whose rows are not all added up, and the snapshot of what is. Rows of their transactions from low on, or running in the snapshot, are not';
+
+-- Rows that no roll-up has seen, found by their transactions: those that came after the last snapshot and those that were running in it. A transaction that is
+-- held open for hours costs one look each.
+CREATE VIEW stint.new_attempts AS
+SELECT a.queue, a.id, a.attempt, a.started_at, a.ended_at, a.ended, a.model, a.input_tokens, a.cached_tokens, a.output_tokens, a.model_cost, a.compute_cost, a.confidence
+FROM stint.open_epochs e
+CROSS JOIN LATERAL (
+    SELECT t.* FROM stint.task_attempts t WHERE t.incarnation = e.incarnation AND t.xact >= e.low AND t.xact <= e.high
+    UNION ALL
+    SELECT r.* FROM pg_catalog.pg_snapshot_xip(e.snapshot) x
+    CROSS JOIN LATERAL (SELECT t.* FROM stint.task_attempts t WHERE t.incarnation = e.incarnation AND t.xact = x OFFSET 0) r
+) a;
+COMMENT ON VIEW stint.new_attempts IS 'For accounting: attempts that are not added up yet';
+
+CREATE VIEW stint.new_outcomes AS
+SELECT o.queue, o.id, o.outcome, o.attempt, o.finished_at
+FROM stint.open_epochs e
+CROSS JOIN LATERAL (
+    SELECT t.* FROM stint.task_outcomes t WHERE t.incarnation = e.incarnation AND t.xact >= e.low AND t.xact <= e.high
+    UNION ALL
+    SELECT r.* FROM pg_catalog.pg_snapshot_xip(e.snapshot) x
+    CROSS JOIN LATERAL (SELECT t.* FROM stint.task_outcomes t WHERE t.incarnation = e.incarnation AND t.xact = x OFFSET 0) r
+) o;
+COMMENT ON VIEW stint.new_outcomes IS 'For accounting: outcomes that are not added up yet';
+
+CREATE VIEW stint.new_bills AS
+SELECT u.queue, u.id, u.attempt, u.key, u.model, u.input_tokens, u.cached_tokens, u.output_tokens, u.model_cost, u.compute_cost, u.confidence
+FROM stint.open_epochs e
+CROSS JOIN LATERAL (
+    SELECT t.* FROM stint.usage_late t WHERE t.incarnation = e.incarnation AND t.xact >= e.low AND t.xact <= e.high
+    UNION ALL
+    SELECT r.* FROM pg_catalog.pg_snapshot_xip(e.snapshot) x
+    CROSS JOIN LATERAL (SELECT t.* FROM stint.usage_late t WHERE t.incarnation = e.incarnation AND t.xact = x OFFSET 0) r
+) u;
+COMMENT ON VIEW stint.new_bills IS 'For accounting: late usage that is not added up yet';
+
+-- An outcome that was taken back before a roll-up saw it was never added, and is not taken away.
+CREATE VIEW stint.new_retries AS
+SELECT y.queue, y.id, y.outcome, y.attempt, y.finished_at
+FROM stint.open_epochs e
+CROSS JOIN LATERAL (
+    SELECT t.* FROM stint.task_retries t WHERE t.incarnation = e.incarnation AND t.xact >= e.low AND t.xact <= e.high
+    UNION ALL
+    SELECT r.* FROM pg_catalog.pg_snapshot_xip(e.snapshot) x
+    CROSS JOIN LATERAL (SELECT t.* FROM stint.task_retries t WHERE t.incarnation = e.incarnation AND t.xact = x OFFSET 0) r
+) y
+WHERE NOT EXISTS (SELECT FROM stint.open_epochs p WHERE p.incarnation = y.outcome_incarnation AND NOT pg_catalog.pg_visible_in_snapshot(y.outcome_xact, p.snapshot));
+COMMENT ON VIEW stint.new_retries IS 'For accounting: outcomes that were added up and taken back since';
+
+-- A bill counts from the moment at which both it and its attempt are there: with the attempt where that is new, alone where the attempt was added up before.
+CREATE VIEW stint.usage_tail AS
+SELECT pg_catalog.date_bin('1 minute', v.ended_at, '2000-01-01 00:00:00+00') AS since, v.queue, coalesce(f.agent, '') AS agent, coalesce(v.model, '') AS model, v.ended,
+       v.attempts, coalesce(v.input_tokens, 0)::numeric AS input_tokens, coalesce(v.cached_tokens, 0)::numeric AS cached_tokens,
+       coalesce(v.output_tokens, 0)::numeric AS output_tokens, coalesce(v.model_cost, 0) AS model_cost, coalesce(v.compute_cost, 0) AS compute_cost,
+       CASE WHEN m.measured THEN f.tokens ELSE 0 END::numeric AS predicted_tokens,
+       CASE WHEN m.measured THEN coalesce(v.input_tokens, 0) + coalesce(v.output_tokens, 0) ELSE 0 END::numeric AS measured_tokens,
+       CASE WHEN v.attempts = 1 AND v.attempt = 1
+            THEN greatest(extract(epoch FROM v.started_at - greatest(f.enqueued_at, f.run_at)), 0)::double precision * 1e6 END AS wait,
+       CASE WHEN v.attempts = 1 THEN greatest(extract(epoch FROM v.ended_at - v.started_at), 0)::double precision * 1e6 END AS run,
+       v.confidence::double precision AS confidence
+FROM (
+    SELECT a.queue, a.id, a.attempt, a.started_at, a.ended_at, a.ended, w.*
+    FROM stint.new_attempts a
+    CROSS JOIN LATERAL (
+        SELECT 1 AS attempts, a.model, a.input_tokens, a.cached_tokens, a.output_tokens, a.model_cost, a.compute_cost, a.confidence
+        UNION ALL
+        SELECT 0, coalesce(u.model, a.model), u.input_tokens, u.cached_tokens, u.output_tokens, u.model_cost, u.compute_cost, u.confidence
+        FROM stint.usage_late u WHERE u.queue = a.queue AND u.id = a.id AND u.attempt = a.attempt
+    ) w
+    UNION ALL
+    SELECT u.queue, u.id, u.attempt, a.started_at, a.ended_at, a.ended,
+           0, coalesce(u.model, a.model), u.input_tokens, u.cached_tokens, u.output_tokens, u.model_cost, u.compute_cost, u.confidence
+    FROM stint.new_bills u
+    CROSS JOIN LATERAL (SELECT t.* FROM stint.task_attempts t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) AND t.attempt = u.attempt LIMIT 1) a
+    WHERE NOT EXISTS (SELECT FROM stint.open_epochs p WHERE p.incarnation = a.incarnation AND NOT pg_catalog.pg_visible_in_snapshot(a.xact, p.snapshot))
+) v
+CROSS JOIN LATERAL (SELECT t.agent, t.tokens, t.enqueued_at, t.run_at FROM stint.task_facts t WHERE t.queue = v.queue AND t.id = v.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(v.id), 15) LIMIT 1) f
+CROSS JOIN LATERAL (
+    SELECT v.attempts = 1 AND f.tokens > 0 AND v.ended IN ('completed', 'failed') AND (v.input_tokens IS NOT NULL OR v.output_tokens IS NOT NULL) AS measured
+) m;
+COMMENT ON VIEW stint.usage_tail IS 'For accounting: what the next roll-up adds to usage_rollups, one row for each attempt and each late usage. wait and run are in microseconds';
+
+-- What a task used is read from all its attempts when it finishes. Where that is taken back, it is what had been added: bills that came since are left out.
+CREATE VIEW stint.task_tail AS
+SELECT pg_catalog.date_bin('1 minute', o.finished_at, '2000-01-01 00:00:00+00') AS since, o.queue, coalesce(f.agent, '') AS agent, coalesce(s.model, '') AS model, o.outcome,
+       o.sign AS tasks, o.sign * s.attempts AS attempts, o.sign * s.input_tokens AS input_tokens, o.sign * s.cached_tokens AS cached_tokens,
+       o.sign * s.output_tokens AS output_tokens, o.sign * s.model_cost AS model_cost, o.sign * s.compute_cost AS compute_cost,
+       o.sign * s.retried_attempts AS retried_attempts, o.sign * s.retried_cost AS retried_cost
+FROM (
+    SELECT 1 AS sign, n.queue, n.id, n.outcome, n.attempt, n.finished_at FROM stint.new_outcomes n
+    UNION ALL
+    SELECT -1, y.queue, y.id, y.outcome, y.attempt, y.finished_at FROM stint.new_retries y
+) o
+CROSS JOIN LATERAL (SELECT t.agent FROM stint.task_facts t WHERE t.queue = o.queue AND t.id = o.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(o.id), 15) LIMIT 1) f
+CROSS JOIN LATERAL (
+    SELECT coalesce(sum(v.attempts), 0) AS attempts, coalesce(sum(v.input_tokens), 0) AS input_tokens, coalesce(sum(v.cached_tokens), 0) AS cached_tokens,
+           coalesce(sum(v.output_tokens), 0) AS output_tokens, coalesce(sum(v.model_cost), 0) AS model_cost, coalesce(sum(v.compute_cost), 0) AS compute_cost,
+           coalesce(sum(v.attempts) FILTER (WHERE v.retried), 0) AS retried_attempts,
+           coalesce(sum(coalesce(v.model_cost, 0) + coalesce(v.compute_cost, 0)) FILTER (WHERE v.retried), 0) AS retried_cost,
+           max(v.model) AS model
+    FROM (
+        SELECT w.*, o.outcome = 'completed' AND a.ended IN ('failed', 'lapsed') AND a.attempt <> o.attempt AS retried
+        FROM stint.task_attempts a
+        CROSS JOIN LATERAL (
+            SELECT 1 AS attempts, CASE WHEN a.attempt = o.attempt THEN a.model END AS model,
+                   a.input_tokens, a.cached_tokens, a.output_tokens, a.model_cost, a.compute_cost
+            UNION ALL
+            SELECT 0, NULL, u.input_tokens, u.cached_tokens, u.output_tokens, u.model_cost, u.compute_cost
+            FROM stint.usage_late u
+            WHERE u.queue = a.queue AND u.id = a.id AND u.attempt = a.attempt
+              AND (o.sign = 1
+                   OR NOT EXISTS (SELECT FROM stint.open_epochs p WHERE p.incarnation = u.incarnation AND NOT pg_catalog.pg_visible_in_snapshot(u.xact, p.snapshot)))
+        ) w
+        WHERE a.queue = o.queue AND a.id = o.id AND get_byte(uuid_send(a.id), 15) = get_byte(uuid_send(o.id), 15) AND a.attempt <= o.attempt
+    ) v
+) s
+UNION ALL
+SELECT pg_catalog.date_bin('1 minute', o.finished_at, '2000-01-01 00:00:00+00'), u.queue, coalesce(f.agent, ''), coalesce(l.model, ''), o.outcome,
+       0, 0, coalesce(u.input_tokens, 0)::numeric, coalesce(u.cached_tokens, 0)::numeric, coalesce(u.output_tokens, 0)::numeric,
+       coalesce(u.model_cost, 0), coalesce(u.compute_cost, 0), 0,
+       CASE WHEN o.outcome = 'completed' AND a.ended IN ('failed', 'lapsed') AND u.attempt <> o.attempt
+            THEN coalesce(u.model_cost, 0) + coalesce(u.compute_cost, 0) ELSE 0 END
+FROM stint.new_bills u
+CROSS JOIN LATERAL (SELECT t.* FROM stint.task_outcomes t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) LIMIT 1) o
+CROSS JOIN LATERAL (SELECT t.ended FROM stint.task_attempts t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) AND t.attempt = u.attempt LIMIT 1) a
+CROSS JOIN LATERAL (SELECT t.agent FROM stint.task_facts t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) LIMIT 1) f
+LEFT JOIN LATERAL (SELECT t.model FROM stint.task_attempts t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) AND t.attempt = o.attempt LIMIT 1) l ON true
+WHERE NOT EXISTS (SELECT FROM stint.open_epochs p WHERE p.incarnation = o.incarnation AND NOT pg_catalog.pg_visible_in_snapshot(o.xact, p.snapshot));
+COMMENT ON VIEW stint.task_tail IS 'For accounting: what the next roll-up adds to task_rollups, one row for each finished task, each late usage of one, and, below zero, each one taken back';
+
+CREATE FUNCTION stint.roll_up() RETURNS TABLE (attempts bigint, tasks bigint)
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'roll_up_wrapper';
+REVOKE ALL ON FUNCTION stint.roll_up FROM PUBLIC;
+COMMENT ON FUNCTION stint.roll_up IS
+'Adds up what was committed since the last roll-up, and makes hours, days and months of what is old enough. Returns how many attempts and finished tasks it added (a task taken
+back counts -1); nothing that a dashboard shows changes by it. Writes nothing when nothing came. The worker calls it. Use in FROM.
+Errors: 25001 in a transaction that has written something or runs under REPEATABLE READ or SERIALIZABLE; 55000 in a copy that stint.activate() was not called in.
+Locks: the roll-up lock (an object lock on the schema stint) until the transaction ends; verbs and readers never wait for it, stint.drop_queue does.';
+
+CREATE FUNCTION stint.record_usage(
+    queue text,
+    id uuid,
+    attempt int,
+    key text,
+    run_id text DEFAULT NULL,
+    trace_id text DEFAULT NULL,
+    model text DEFAULT NULL,
+    input_tokens bigint DEFAULT NULL,
+    cached_tokens bigint DEFAULT NULL,
+    output_tokens bigint DEFAULT NULL,
+    model_cost numeric DEFAULT NULL,
+    compute_cost numeric DEFAULT NULL,
+    confidence real DEFAULT NULL,
+    meta jsonb DEFAULT NULL
+) RETURNS boolean
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'record_usage_wrapper';
+REVOKE ALL ON FUNCTION stint.record_usage FROM PUBLIC;
+COMMENT ON FUNCTION stint.record_usage IS
+'Records usage that was not reported by the call that ended the attempt, such as a provider''s bill. It is added to what the attempt reported, in stint.attempts and in every sum,
+at the time the attempt ended; budgets are not changed by it. key: names the bill, once for each attempt. Returns true, and false where the same bill is there already: repeat it
+as often as you like. The attempt may still run, and may belong to a task that has finished long ago. Waits for: another transaction that records the same key.
+Errors: P0002 the queue has no such task, or the task no such attempt; 23505 the key has another bill; 22023 nothing but the key was given, or the key is ''callback'', under which
+late callbacks are kept; 42704 unknown queue.';
+
+-- The dashboard. STABLE: all functions of one statement see one snapshot.
+
+CREATE FUNCTION stint.task_counts(
+    since timestamptz DEFAULT NULL,
+    until timestamptz DEFAULT NULL,
+    status text DEFAULT NULL,
+    agent text DEFAULT NULL,
+    queue text DEFAULT NULL
+) RETURNS TABLE (queue text, status text, tasks bigint)
+LANGUAGE c STABLE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'task_counts_wrapper';
+REVOKE ALL ON FUNCTION stint.task_counts FROM PUBLIC;
+COMMENT ON FUNCTION stint.task_counts IS
+'How many tasks finished from since to until as ''completed'', ''failed'' and ''cancelled'', and how many are ''scheduled'', ''blocked'', ''ready'' and ''running'' now where that span
+includes now, by queue. Null filters take everything. since and until are widened to whole minutes, of what is older than three days to whole hours, older than a hundred days to whole days (UTC).
+Use in FROM. Errors: 42704 unknown queue; 22023 unknown status.';
+
+CREATE FUNCTION stint.usage_by(
+    by text DEFAULT 'agent',
+    since timestamptz DEFAULT NULL,
+    until timestamptz DEFAULT NULL,
+    status text DEFAULT NULL,
+    agent text DEFAULT NULL,
+    queue text DEFAULT NULL,
+    model text DEFAULT NULL,
+    time_zone text DEFAULT 'UTC'
+) RETURNS TABLE (key text, tasks bigint, attempts bigint, input_tokens numeric, cached_tokens numeric, output_tokens numeric, model_cost numeric, compute_cost numeric, cost numeric,
+    median_confidence double precision, confidence_error double precision)
+LANGUAGE c STABLE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'usage_by_wrapper';
+REVOKE ALL ON FUNCTION stint.usage_by FROM PUBLIC;
+COMMENT ON FUNCTION stint.usage_by IS
+'What attempts that ended from since to until used, late usage included, by ''agent'', ''model'', ''queue'', ''status'', ''hour'', ''day'' or ''month''; null makes one row of everything. Sums are exact.
+key: null for tasks without an agent, attempts without a model. tasks: tasks that finished in that span (by model: of their last attempt). status: how the attempts ended (completed,
+failed, cancelled, released, snoozed, awaiting, lapsed) and the tasks finished. median_confidence: of the confidences reported, within confidence_error.
+since and until are widened as in stint.task_counts. time_zone: whose hours, days and months; other than in UTC they are made of hours, so days older than a hundred days are days in UTC, and
+where the zone''s offset is no whole number of hours, the hour that a day begins in counts with the day before. Use in FROM. Errors: 42704 unknown queue; 22023 unknown by, status or time_zone.';
+
+CREATE FUNCTION stint.latency(
+    since timestamptz DEFAULT NULL,
+    until timestamptz DEFAULT NULL,
+    status text DEFAULT NULL,
+    agent text DEFAULT NULL,
+    queue text DEFAULT NULL,
+    model text DEFAULT NULL,
+    by text DEFAULT NULL,
+    time_zone text DEFAULT 'UTC'
+) RETURNS TABLE (key text, measure text, attempts bigint, median interval, p95 interval, p99 interval, median_ms double precision, p95_ms double precision, p99_ms double precision, error double precision)
+LANGUAGE c STABLE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'latency_wrapper';
+REVOKE ALL ON FUNCTION stint.latency FROM PUBLIC;
+COMMENT ON FUNCTION stint.latency IS
+'Median, 95th and 99th percentile of how long tasks waited and attempts ran, for attempts that ended from since to until. measure: ''wait'', from when a task was enqueued, or was due if
+that was later, to the start of its first attempt (time blocked by other tasks included); ''run'', from an attempt''s start to its end. attempts: how many were measured.
+Each percentile is within the share error (0.025: 2.5 %) of the exact one. by, time_zone and the filters: as in stint.usage_by. Use in FROM. Errors: as stint.usage_by.';
+
+CREATE FUNCTION stint.cost_of_failed(
+    since timestamptz DEFAULT NULL,
+    until timestamptz DEFAULT NULL,
+    status text DEFAULT 'failed',
+    agent text DEFAULT NULL,
+    queue text DEFAULT NULL
+) RETURNS TABLE (queue text, agent text, tasks bigint, attempts bigint, input_tokens numeric, cached_tokens numeric, output_tokens numeric, model_cost numeric, compute_cost numeric, cost numeric,
+    retried_attempts bigint, retried_cost numeric)
+LANGUAGE c STABLE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'cost_of_failed_wrapper';
+REVOKE ALL ON FUNCTION stint.cost_of_failed FROM PUBLIC;
+COMMENT ON FUNCTION stint.cost_of_failed IS
+'What tasks that failed from since to until cost, by queue and agent, the dearest first: all their attempts, whenever those ran, with late usage. A task that stint.retry took back counts no
+more, until it fails again, then with all its attempts. cost: model_cost + compute_cost. retried_attempts, retried_cost: beside that, the failed and lapsed attempts of tasks that
+completed in the end in that span. status: ''failed'', ''cancelled'', or null for both. since and until are widened as in stint.task_counts.
+Last week: SELECT sum(cost) FROM stint.cost_of_failed(since => now() - interval ''7 days''). Use in FROM. Errors: 42704 unknown queue; 22023 unknown status.';
+
+CREATE FUNCTION stint.dashboard(
+    since timestamptz DEFAULT NULL,
+    until timestamptz DEFAULT NULL,
+    status text DEFAULT NULL,
+    agent text DEFAULT NULL,
+    queue text DEFAULT NULL
+) RETURNS jsonb
+LANGUAGE c STABLE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'dashboard_wrapper';
+REVOKE ALL ON FUNCTION stint.dashboard FROM PUBLIC;
+COMMENT ON FUNCTION stint.dashboard IS
+'One page: since and until as widened; tasks by status, and by queue and status; usage of everything, and by queues, agents and models (the 50 dearest), with medians and percentiles in
+milliseconds; failed, what failed tasks cost; series by hour for up to three days, by day for up to a hundred, else by month, in UTC; error, that of latencies (relative) and of confidences.
+The filters are those of stint.usage_by. Errors: 42704 unknown queue; 22023 unknown status.';
+
+-- Without just-in-time compilation, which takes seconds where what it compiles takes milliseconds: the plan is long, and partitions that were never analysed look large.
+CREATE FUNCTION stint.verify_accounting(since timestamptz DEFAULT NULL) RETURNS TABLE (queue text, day timestamptz, figure text, summed numeric, counted numeric)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET jit = off
+AS $$
+    WITH usage AS (
+        SELECT r.queue, date_bin('1 day', r.since, '2000-01-01 00:00:00+00') AS day, r.attempts, r.input_tokens, r.cached_tokens, r.output_tokens, r.model_cost, r.compute_cost
+        FROM stint.usage_rollups r CROSS JOIN stint.rollup_marks m
+        WHERE r.level = 3 AND r.since < m.days_until OR r.level = 2 AND r.since >= m.days_until AND r.since < m.hours_until OR r.level = 1 AND r.since >= m.hours_until
+        UNION ALL
+        SELECT t.queue, date_bin('1 day', t.since, '2000-01-01 00:00:00+00'), t.attempts, t.input_tokens, t.cached_tokens, t.output_tokens, t.model_cost, t.compute_cost
+        FROM stint.usage_tail t
+    ), tasks AS (
+        SELECT r.queue, date_bin('1 day', r.since, '2000-01-01 00:00:00+00') AS day, r.outcome, r.tasks, r.attempts, r.model_cost + r.compute_cost AS cost
+        FROM stint.task_rollups r CROSS JOIN stint.rollup_marks m
+        WHERE r.level = 3 AND r.since < m.days_until OR r.level = 2 AND r.since >= m.days_until AND r.since < m.hours_until OR r.level = 1 AND r.since >= m.hours_until
+        UNION ALL
+        SELECT t.queue, date_bin('1 day', t.since, '2000-01-01 00:00:00+00'), t.outcome, t.tasks, t.attempts, t.model_cost + t.compute_cost
+        FROM stint.task_tail t
+    ), sums AS (
+        SELECT u.queue, u.day, f.figure, sum(f.value) AS value
+        FROM usage u
+        CROSS JOIN LATERAL (VALUES ('attempts', u.attempts), ('input_tokens', u.input_tokens), ('cached_tokens', u.cached_tokens), ('output_tokens', u.output_tokens),
+                                   ('model_cost', u.model_cost), ('compute_cost', u.compute_cost)) f (figure, value)
+        GROUP BY u.queue, u.day, f.figure
+        UNION ALL
+        SELECT t.queue, t.day, t.outcome || f.figure, sum(f.value)
+        FROM tasks t
+        CROSS JOIN LATERAL (VALUES (' tasks', t.tasks), (' tasks'' attempts', t.attempts), (' tasks'' cost', t.cost)) f (figure, value)
+        GROUP BY t.queue, t.day, t.outcome || f.figure
+    ), spent AS (
+        SELECT a.queue, a.id, a.ended_at, coalesce(a.input_tokens, 0) AS input_tokens, coalesce(a.cached_tokens, 0) AS cached_tokens, coalesce(a.output_tokens, 0) AS output_tokens,
+               coalesce(a.model_cost, 0) AS model_cost, coalesce(a.compute_cost, 0) AS compute_cost
+        FROM stint.attempts a
+    ), rows AS (
+        SELECT s.queue, date_bin('1 day', s.ended_at, '2000-01-01 00:00:00+00') AS day, f.figure, sum(f.value) AS value
+        FROM spent s
+        CROSS JOIN LATERAL (VALUES ('attempts', 1), ('input_tokens', s.input_tokens), ('cached_tokens', s.cached_tokens), ('output_tokens', s.output_tokens),
+                                   ('model_cost', s.model_cost), ('compute_cost', s.compute_cost)) f (figure, value)
+        GROUP BY 1, 2, 3
+        UNION ALL
+        SELECT o.queue, date_bin('1 day', o.finished_at, '2000-01-01 00:00:00+00'), o.outcome || f.figure, sum(f.value)
+        FROM stint.task_outcomes o
+        LEFT JOIN (SELECT s.queue, s.id, count(*) AS attempts, sum(s.model_cost + s.compute_cost) AS cost FROM spent s GROUP BY s.queue, s.id) c
+               ON c.queue = o.queue AND c.id = o.id
+        CROSS JOIN LATERAL (VALUES (' tasks', 1), (' tasks'' attempts', coalesce(c.attempts, 0)), (' tasks'' cost', coalesce(c.cost, 0))) f (figure, value)
+        GROUP BY 1, 2, 3
+    )
+    SELECT coalesce(s.queue, r.queue), coalesce(s.day, r.day), coalesce(s.figure, r.figure), coalesce(s.value, 0), coalesce(r.value, 0)
+    FROM sums s
+    FULL JOIN rows r ON r.queue = s.queue AND r.day = s.day AND r.figure = s.figure
+    WHERE coalesce(s.value, 0) <> coalesce(r.value, 0) AND coalesce(s.day, r.day) >= coalesce($1, '-infinity')
+    ORDER BY 1, 2, 3
+$$;
+REVOKE ALL ON FUNCTION stint.verify_accounting FROM PUBLIC;
+COMMENT ON FUNCTION stint.verify_accounting IS
+'Compares the sums that the dashboard is made of with the attempts and tasks themselves, by queue and day (UTC); no row means they agree. since: days before it are left out; give the time
+from which history is still whole, since sums outlive it. Reads all history: for tests and for nights when you doubt. Use in FROM.';
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   accounting
+
 -- What the maintenance worker tells of itself. It keeps this in shared memory, so telling writes nothing.
 CREATE FUNCTION stint.launcher_state()
     RETURNS TABLE (preloaded boolean, pid int, refused_at timestamptz)
@@ -1702,10 +2358,61 @@ COMMENT ON COLUMN stint.maintenance.last_error IS 'The step that last failed and
 -- requires:
 --   worker
 
+-- Partitions of the history: which there are, and their upkeep (src/history). The tables they are of stand in 10_queue_tables.sql.
+
+CREATE FUNCTION stint.history_partition(id uuid) RETURNS text
+    LANGUAGE c IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
+    AS 'MODULE_PATHNAME', 'history_partition_wrapper';
+REVOKE ALL ON FUNCTION stint.history_partition FROM PUBLIC;
+COMMENT ON FUNCTION stint.history_partition IS
+'The name of the partition, in the schema stint, in which the facts of the task of that id are, or were before they were removed; its attempts and its outcome are in
+task_attempts_… and task_outcomes_… of the same ending. Null for an id that no task has. Looks at the id only. Errors: 22004 no id.';
+
+CREATE FUNCTION stint.create_history_partition(id uuid) RETURNS text
+    LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+    AS 'MODULE_PATHNAME', 'create_history_partition_wrapper';
+REVOKE ALL ON FUNCTION stint.create_history_partition FROM PUBLIC;
+COMMENT ON FUNCTION stint.create_history_partition IS
+'Makes the partitions that the task of that id belongs to, unless they are there, and returns the name of that of its facts. For loading rows from an archive; enqueue makes
+what it needs by itself. Waits for another open transaction that makes partitions. Errors: 22004, 22023 no id of a task.';
+
+CREATE FUNCTION stint.maintain_history() RETURNS TABLE (made int, dropped int, detached int, compacted int, held_up int, postponed int, more boolean)
+    LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+    AS 'MODULE_PATHNAME', 'maintain_history_wrapper';
+REVOKE ALL ON FUNCTION stint.maintain_history FROM PUBLIC;
+COMMENT ON FUNCTION stint.maintain_history IS
+'One round of what the maintenance worker does for the history: makes the partitions of now and of the next period for every retention that queues have, then removes the oldest
+partition that is past its retention, one in each call: its locks are held until the transaction ends. Call it in transactions of its own until more is false.
+made: periods for which partitions were made. dropped, detached: past their retention with every task in them. compacted: tasks that are live, or finished less than the retention ago, were kept and the rest removed.
+held_up: more than a quarter of its tasks must be kept still. postponed: a lock was not to be had within stint.history_lock_timeout, a snapshot is open that does not see all its rows, or something
+of yours depends on it (a WARNING says what); it is tried again. Does nothing in a copy that was not activated. Use in FROM.';
+
+CREATE VIEW stint.history AS
+SELECT h.class AS retention_class, h.retention, h.archive, p.partition, p.starts_at, p.starts_at + h.width AS ends_at, p.starts_at + h.width + h.retention AS expires_at, p.attached, p.bytes
+FROM stint.history_classes h
+JOIN (SELECT (m.part)[1]::smallint AS class, c.relname::text COLLATE "C" AS partition, c.relispartition AS attached,
+             make_timestamptz((m.part)[2]::int, (m.part)[3]::int, (m.part)[4]::int, coalesce((m.part)[5], '0')::int, 0, 0, 'UTC') AS starts_at,
+             pg_total_relation_size(c.oid) + coalesce(pg_total_relation_size(a.oid), 0) + coalesce(pg_total_relation_size(o.oid), 0) AS bytes
+      FROM pg_class c
+      CROSS JOIN LATERAL regexp_match(c.relname::text, '^task_facts_c([0-9]+)_([0-9]{4})([0-9]{2})([0-9]{2})([0-9]{2})?$') AS m (part)
+      LEFT JOIN pg_class a ON a.relnamespace = c.relnamespace AND a.relname = replace(c.relname::text, 'task_facts', 'task_attempts')::name
+      LEFT JOIN pg_class o ON o.relnamespace = c.relnamespace AND o.relname = replace(c.relname::text, 'task_facts', 'task_outcomes')::name
+      WHERE c.relnamespace = 'stint'::regnamespace AND c.relkind = 'r' AND m.part IS NOT NULL) p ON p.class = h.class;
+COMMENT ON VIEW stint.history IS
+'Partitions of the history: the retention of their tasks, the time in which those were enqueued, and when all may go that finished by the end of it (null: never). bytes: facts,
+attempts and outcomes together, with their indexes';
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   history
+
 -- stint.check(): every violation of the storage rules, in plain SQL so that a DBA can read what is checked.
 
+-- Without just-in-time compilation, as stint.verify_accounting, and for the same reason.
 CREATE FUNCTION stint.check() RETURNS TABLE (rule text, queue text, id uuid, detail text)
-LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET jit = off
 AS $$
     WITH places AS (
         SELECT w.queue, w.id, 'ready' AS place, w.lane, w.attempt, w.counted FROM stint.place_ready w
@@ -1732,7 +2439,8 @@ AS $$
     FROM (SELECT p.queue, p.id, p.place AS what FROM places p
           UNION ALL SELECT o.queue, o.id, 'outcome' FROM stint.task_outcomes o
           UNION ALL SELECT e.queue, e.id, 'attempts' FROM ended e
-          UNION ALL SELECT k.queue, k.id, 'key ' || k.key FROM stint.task_keys k
+          -- A key may outlive the history of its task, where that is not kept for ever.
+          UNION ALL SELECT k.queue, k.id, 'key ' || k.key FROM stint.task_keys k WHERE get_byte(uuid_send(k.id), 15) = 0
           UNION ALL SELECT c.queue, c.id, 'checkpoint ' || c.step FROM stint.task_checkpoints c
           UNION ALL SELECT u.queue, u.id, 'late usage' FROM stint.usage_late u
           UNION ALL SELECT t.queue, t.id, 'retry ' || t.retry FROM stint.task_retries t) x
@@ -1743,6 +2451,12 @@ AS $$
     UNION ALL
     SELECT 'every waiting task stands in a lane of its queue', p.queue, p.id, p.place || ', lane ' || p.lane
     FROM places p WHERE NOT EXISTS (SELECT FROM stint.lanes l WHERE l.queue = p.queue AND l.lane = p.lane)
+    UNION ALL
+    SELECT 'a lane of a group holds tasks of that group only', p.queue, p.id, p.place || ' in the lane of group "' || l.group_key || '"'
+    FROM places p
+    JOIN stint.lanes l ON l.queue = p.queue AND l.lane = p.lane
+    JOIN stint.task_facts f ON f.queue = p.queue AND f.id = p.id
+    WHERE l.group_key <> coalesce(f.group_key, '')
     UNION ALL
     SELECT 'every ended attempt has its row, numbered from 1', p.queue, p.id,
            p.place || ' after attempt ' || p.attempt || ', ' || coalesce(e.attempts, 0) || ' rows up to ' || coalesce(e.last, 0)
@@ -1815,9 +2529,35 @@ AS $$
     SELECT 'the live usage of a budget is what its running tasks reserve', NULL, NULL, u.budget || ': ' || u.running || ' running, ' || u.tokens || ' tokens'
     FROM stint.budget_usage() u WHERE NOT u.derived
     UNION ALL
+    SELECT 'events and their ticks belong to the feed of a queue', x.queue, NULL, x.what
+    FROM (SELECT e.queue, 'events' AS what FROM stint.task_event_log e
+          UNION SELECT t.queue, 'ticks' FROM stint.task_event_ticks t
+          UNION SELECT f.queue, 'feed' FROM stint.task_feeds f
+          UNION SELECT q.queue, 'setting' FROM stint.queue_config q WHERE q.events) x
+    WHERE NOT EXISTS (SELECT FROM stint.task_feeds f JOIN stint.queue_config q ON q.queue = f.queue WHERE f.queue = x.queue)
+    UNION ALL
     SELECT 'a slot belongs to a schedule and has a task or an error', s.queue_was, s.id, s.schedule || ' at ' || s.slot
     FROM stint.schedule_slots s LEFT JOIN stint.schedule_config c ON c.schedule = s.schedule
     WHERE c.schedule IS NULL OR (s.id IS NULL) = (s.error IS NULL)
+    UNION ALL
+    SELECT 'sums of hours, days and months agree with the finer ones', l.queue, NULL,
+           l.figure || ' of ' || l.since || ', level ' || l.level || ': ' || sum(l.amount) FILTER (WHERE NOT l.fine) || ', the finer ones ' || sum(l.amount) FILTER (WHERE l.fine)
+    FROM (SELECT x.queue, x.figure, x.amount, b.level, b.since, b.fine
+          FROM (SELECT u.queue, u.level, u.since, 'attempts' AS figure, u.attempts + u.input_tokens + u.output_tokens + u.model_cost + u.compute_cost AS amount FROM stint.usage_rollups u
+                UNION ALL
+                SELECT t.queue, t.level, t.since, 'tasks', t.tasks + t.attempts + t.input_tokens + t.output_tokens + t.model_cost + t.compute_cost FROM stint.task_rollups t) x
+          CROSS JOIN stint.rollup_marks m
+          CROSS JOIN LATERAL (
+              SELECT x.level, x.since, false AS fine
+              WHERE x.level = 2 AND x.since >= m.minutes_from OR x.level = 3 AND x.since >= m.hours_from OR x.level = 4
+              UNION ALL
+              SELECT 2, date_bin('1 hour', x.since, '2000-01-01 00:00:00+00'), true WHERE x.level = 1 AND x.since >= m.minutes_from AND x.since < m.hours_until
+              UNION ALL
+              SELECT 3, date_bin('1 day', x.since, '2000-01-01 00:00:00+00'), true WHERE x.level = 2 AND x.since >= m.hours_from AND x.since < m.days_until
+              UNION ALL
+              SELECT 4, date_trunc('month', x.since, 'UTC'), true WHERE x.level = 3 AND x.since < m.months_until) b) l
+    GROUP BY l.queue, l.figure, l.level, l.since
+    HAVING coalesce(sum(l.amount) FILTER (WHERE NOT l.fine), 0) <> coalesce(sum(l.amount) FILTER (WHERE l.fine), 0)
 $$;
 REVOKE ALL ON FUNCTION stint.check() FROM PUBLIC;
 COMMENT ON FUNCTION stint.check() IS
@@ -1831,7 +2571,7 @@ COMMENT ON FUNCTION stint.check() IS
 
 -- What is off with this server for pg_stint, and what to do about it. Plain SQL, so that it answers also where the library was not preloaded.
 CREATE FUNCTION stint.doctor() RETURNS TABLE ("check" text, ok boolean, detail text, hint text)
-    LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+    LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET jit = off
 AS $$
 WITH
 launcher AS MATERIALIZED (SELECT * FROM stint.launcher_state()),
@@ -1924,6 +2664,24 @@ findings (number, "check", ok, detail, remedy, advice) AS (
     SELECT 120, 'storage rules hold', v.number = 0, CASE WHEN v.number = 0 THEN 'stint.check() finds nothing' ELSE format('%s violations, such as: %s', v.number, v.rule) END,
            'SELECT * FROM stint.check() names the rows; please report it. A budget that appears once and not again was only in the middle of a claim.', NULL
       FROM violations v
+    UNION ALL
+    SELECT 123, 'history partitions are made ahead', count(*) FILTER (WHERE h.latest IS NULL OR h.latest <= s.now) = 0,
+           coalesce('not there yet for ' || string_agg(format('class %s (retention %s)', c.class, coalesce(c.retention::text, 'for ever')), ', ') FILTER (WHERE h.latest IS NULL OR h.latest <= s.now),
+                    'each retention in use has one for the time to come'),
+           'The maintenance worker makes them; an enqueue that finds none makes it itself, which takes some milliseconds. SELECT * FROM stint.maintain_history() makes them now.', NULL
+      FROM server s
+     CROSS JOIN stint.history_classes c
+      LEFT JOIN (SELECT p.retention_class, max(p.starts_at) AS latest FROM stint.history p WHERE p.attached GROUP BY 1) h ON h.retention_class = c.class
+     WHERE NOT s.standby AND EXISTS (SELECT FROM stint.queue_config q WHERE q.history_class = c.class AND q.created_at < s.now - s.patience)
+    UNION ALL
+    SELECT 125, 'history retention keeps up', count(*) = 0,
+           CASE WHEN count(*) = 0 THEN 'no partition is long past its retention'
+                ELSE format('%s past it for more than a quarter of it; the oldest: stint.%s, which expired at %s', count(*),
+                            (array_agg(p.partition ORDER BY p.expires_at))[1], min(p.expires_at)::timestamptz(0)) END,
+           'Either many of its tasks are live still or finished late (SELECT status, count(*) FROM stint.tasks WHERE stint.history_partition(id) = …), or something stands in the way: SELECT * FROM stint.maintain_history() says which.',
+           NULL
+      FROM stint.history p, server s
+     WHERE p.expires_at + p.retention / 4 < s.now
     UNION ALL
     SELECT 130, 'autovacuum is on', current_setting('autovacuum')::boolean AND current_setting('track_counts')::boolean,
            format('autovacuum = %s, track_counts = %s', current_setting('autovacuum'), current_setting('track_counts')),
@@ -2050,6 +2808,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/accounting/tasks.rs
+-- pg_stint::accounting::tasks::cost_of_failed
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/budget/create.rs
 -- pg_stint::budget::create::create_budget
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -2058,6 +2822,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* <begin connected objects> */
 -- src/changelog/consumer.rs
 -- pg_stint::changelog::consumer::create_consumer
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/history/mod.rs
+-- pg_stint::history::create_history_partition
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -2076,6 +2846,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* <begin connected objects> */
 -- src/state/declare.rs
 -- pg_stint::state::declare::create_state
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/accounting/dashboard.rs
+-- pg_stint::accounting::dashboard::dashboard
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -2176,8 +2952,38 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/queue/shares.rs
+-- pg_stint::queue::shares::group_usage
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/accounting/histogram.rs
+-- pg_stint::accounting::histogram::histogram
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/history/mod.rs
+-- pg_stint::history::history_partition
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/snapshot/as_of.rs
 -- pg_stint::snapshot::as_of::images_after
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/accounting/roll_up.rs
+-- pg_stint::accounting::roll_up::incarnation
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/accounting/usage.rs
+-- pg_stint::accounting::usage::latency
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -2196,6 +3002,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* <begin connected objects> */
 -- src/worker/preload.rs
 -- pg_stint::worker::preload::library_version
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/history/retention.rs
+-- pg_stint::history::retention::maintain_history
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -2254,6 +3066,24 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/accounting/histogram.rs
+-- pg_stint::accounting::histogram::quantile
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/accounting/bill.rs
+-- pg_stint::accounting::bill::record_usage
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/factors.rs
+-- pg_stint::queue::factors::refresh_factors
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/queue/release.rs
 -- pg_stint::queue::release::release
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -2302,6 +3132,18 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/accounting/roll_up.rs
+-- pg_stint::accounting::roll_up::roll_up
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/shares.rs
+-- pg_stint::queue::shares::set_weight
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/queue/snooze.rs
 -- pg_stint::queue::snooze::snooze
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -2320,6 +3162,18 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/accounting/tasks.rs
+-- pg_stint::accounting::tasks::task_counts
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/queue/task_events.rs
+-- pg_stint::queue::task_events::task_events
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/budget/alter.rs
 -- pg_stint::budget::alter::throttle
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -2332,8 +3186,26 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/queue/shares.rs
+-- pg_stint::queue::shares::tidy_lanes
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/changelog/consumer.rs
 -- pg_stint::changelog::consumer::trim_consumers
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/changelog/feed.rs
+-- pg_stint::changelog::feed::trim_task_events
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/accounting/usage.rs
+-- pg_stint::accounting::usage::usage_by
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
