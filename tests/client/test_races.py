@@ -10,10 +10,10 @@ from stint import Queue, background, budget, call, parallel, rows, value
 
 
 def test_cancel_complete_and_sweep_racing_on_one_task_end_in_one_outcome(conn, connect):
-    """Three sessions fall on each of a two thousand tasks at once; a barrier holds them together."""
+    """Three sessions fall on each of ten thousand tasks."""
     call(conn, "create_budget", name="b", max_running=100_000)
     queue = Queue(conn, budgets=["b"], max_attempts=1)
-    total = 2000
+    total = 10_000
     queue.fill(total)
     tasks = queue.claim(total)
     # Only the sweep of this test may find them lapsed: it makes them so itself, one by one.

@@ -216,6 +216,7 @@ pub fn incarnation(system: u64, database: u32) -> i32 {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
