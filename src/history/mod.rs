@@ -212,18 +212,29 @@ pub fn removed(session: &Session, id: pgrx::Uuid) -> Option<String> {
 /// See the SQL COMMENT of stint.history_partition.
 #[pg_extern(sql = false)]
 fn history_partition(id: Option<pgrx::Uuid>) -> Option<String> {
-    Leaf::of(crate::input::given("id", id).as_bytes()).map(|leaf| format!("{}_{}", PARTS[0], leaf.suffix()))
+    Leaf::of_task(crate::input::given("id", id).as_bytes()).map(|leaf| format!("{}_{}", PARTS[0], leaf.suffix()))
 }
+
+static CLASS: Statement = Statement::new(c"select from stint.history_classes h where h.class = $1", &[pg_sys::INT4OID]);
 
 /// See the SQL COMMENT of stint.create_history_partition.
 #[pg_extern(sql = false)]
 fn create_history_partition(id: Option<pgrx::Uuid>) -> String {
     crate::shmem::required();
     let id = crate::input::given("id", id);
-    let Some(leaf) = Leaf::of(id.as_bytes()) else {
-        errors::invalid(format!("{id} is not the id of a task"), "The last byte of a task's id is its retention class, from 0 to 254.")
+    let not_one = || -> ! {
+        errors::invalid(
+            format!("{id} is not the id of a task"),
+            "A task's id is a version 7 UUID of its time, whose last byte is its retention class: stint.history_classes lists them.",
+        )
     };
+    let Some(leaf) = Leaf::of_task(id.as_bytes()).filter(|leaf| leaf.starts_ms <= ms(Instant::now())) else { not_one() };
     let _owner = crate::spi::Identity::owner();
-    crate::spi::connect(|session| hold_or_make(session, leaf));
+    crate::spi::connect(|session| {
+        if session.run(&CLASS, &[arg(i32::from(leaf.class))]).is_empty() {
+            not_one()
+        }
+        hold_or_make(session, leaf);
+    });
     format!("{}_{}", PARTS[0], leaf.suffix())
 }

@@ -25,17 +25,18 @@ use std::rc::Rc;
 use stint_core::budget::{Candidate, Limit, State, Usage, admit};
 
 /// Takes the first rows of a lane's priority, from its head on, that no other session holds. The inner scan locks, the outer deletes exactly those by their place in the heap.
+/// Tasks above what a lowered limit allows at all are stepped over: they stay, and hold up nobody.
 static TAKE: Statement = Statement::new(
     c"delete from stint.place_ready r
       where r.ctid = any (array(
             select h.ctid
             from stint.place_ready h
-            where h.queue = $1 and h.lane = $2 and h.priority = $3 and h.seq >= $4
+            where h.queue = $1 and h.lane = $2 and h.priority = $3 and h.seq >= $4 and coalesce(h.tokens, 0) <= $6
             order by h.seq
             limit $5
             for update skip locked))
       returning r.id, r.lane, r.priority, r.seq, r.tokens, r.attempt, r.counted, r.agent::text",
-    &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT8OID],
+    &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT8OID, pg_sys::INT8OID],
 );
 
 /// The same for the tasks of one agent, through an index of their own: tasks of other agents are neither walked nor locked, and stay where they are. The lane's
@@ -45,12 +46,12 @@ static TAKE_AGENT: Statement = Statement::new(
       where r.ctid = any (array(
             select h.ctid
             from stint.place_ready h
-            where h.queue = $1 and h.lane = $2 and h.priority = $3 and h.seq >= $4 and h.agent = $6
+            where h.queue = $1 and h.lane = $2 and h.priority = $3 and h.seq >= $4 and h.agent = $7 and coalesce(h.tokens, 0) <= $6
             order by h.seq
             limit $5
             for update skip locked))
       returning r.id, r.lane, r.priority, r.seq, r.tokens, r.attempt, r.counted, r.agent::text",
-    &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT8OID, pg_sys::TEXTOID],
+    &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT8OID, pg_sys::INT8OID, pg_sys::TEXTOID],
 );
 
 /// Looks, without locking, at what stands first in a lane's priority for some agents: whose turn it is, one row a task.
@@ -60,41 +61,42 @@ static TURNS: Statement = Statement::new(
       cross join lateral (
             select h.seq
             from stint.place_ready h
-            where h.queue = $1 and h.lane = $2 and h.priority = $3 and h.seq >= $4 and h.agent = a.agent
+            where h.queue = $1 and h.lane = $2 and h.priority = $3 and h.seq >= $4 and h.agent = a.agent and coalesce(h.tokens, 0) <= $7
             order by h.seq
             limit $6) as r
       order by r.seq
       limit $6",
-    &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::TEXTARRAYOID, pg_sys::INT8OID],
+    &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::TEXTARRAYOID, pg_sys::INT8OID, pg_sys::INT8OID],
 );
 
 /// Looks, without locking, at what stands first in each of the lanes and priorities, from their heads on.
 static FIRST: Statement = Statement::new(
     c"select l.lane, r.tokens, r.agent::text
-      from unnest($2, $3, $4) as l (lane, priority, head)
+      from unnest($2, $3, $4, $6) as l (lane, priority, head, most)
       cross join lateral (
             select h.seq, h.tokens, h.agent
             from stint.place_ready h
-            where h.queue = $1 and h.lane = l.lane and h.priority = l.priority and h.seq >= l.head
+            where h.queue = $1 and h.lane = l.lane and h.priority = l.priority and h.seq >= l.head and coalesce(h.tokens, 0) <= l.most
             order by h.seq
             limit $5) as r
       order by l.priority desc, r.seq",
-    &[pg_sys::TEXTOID, pg_sys::INT4ARRAYOID, pg_sys::INT4ARRAYOID, pg_sys::INT8ARRAYOID, pg_sys::INT8OID],
+    &[pg_sys::TEXTOID, pg_sys::INT4ARRAYOID, pg_sys::INT4ARRAYOID, pg_sys::INT8ARRAYOID, pg_sys::INT8OID, pg_sys::INT8ARRAYOID],
 );
 
 /// The same for the tasks of some agents.
 static FIRST_AGENTS: Statement = Statement::new(
     c"select l.lane, r.tokens, r.agent::text
-      from unnest($2, $3, $4) as l (lane, priority, head)
-      cross join unnest($6) as a (agent)
+      from unnest($2, $3, $4, $6) as l (lane, priority, head, most)
+      cross join unnest($7) as a (agent)
       cross join lateral (
             select h.seq, h.tokens, h.agent
             from stint.place_ready h
             where h.queue = $1 and h.lane = l.lane and h.priority = l.priority and h.seq >= l.head and h.agent = a.agent
+              and coalesce(h.tokens, 0) <= l.most
             order by h.seq
             limit $5) as r
       order by l.priority desc, r.seq",
-    &[pg_sys::TEXTOID, pg_sys::INT4ARRAYOID, pg_sys::INT4ARRAYOID, pg_sys::INT8ARRAYOID, pg_sys::INT8OID, pg_sys::TEXTARRAYOID],
+    &[pg_sys::TEXTOID, pg_sys::INT4ARRAYOID, pg_sys::INT4ARRAYOID, pg_sys::INT8ARRAYOID, pg_sys::INT8OID, pg_sys::INT8ARRAYOID, pg_sys::TEXTARRAYOID],
 );
 
 /// Looked up one by one: with `id = any ($2)` a plan made while the table was small reads all tasks of the queue, for as long as it is kept.
@@ -151,20 +153,21 @@ struct Taken {
 /// A claimed task, as the caller gets it.
 pub type Claimed = (String, pgrx::Uuid, i32, pgrx::Uuid, Option<RawJsonb>, i32, Option<String>, Option<i64>, Option<RawJsonb>, Instant, Instant, i64);
 
-fn take(session: &Session, name: &str, lane: i32, head: Head, max: usize, agents: Option<&[String]>) -> Vec<Taken> {
+/// `most`: tasks that predict more are left.
+fn take(session: &Session, name: &str, (lane, most): (i32, i64), head: Head, max: usize, agents: Option<&[String]>) -> Vec<Taken> {
     let Some(agents) = agents else {
-        return taken(&session.run(&TAKE, &[arg(name), arg(lane), arg(head.priority), arg(head.at), arg(max as i64)]));
+        return taken(&session.run(&TAKE, &[arg(name), arg(lane), arg(head.priority), arg(head.at), arg(max as i64), arg(most)]));
     };
     // What stood first for one agent may be held by another session: the claim then turns to the others.
     let (mut agents, mut all) = (agents.to_vec(), Vec::new());
     while all.len() < max && !agents.is_empty() {
         let left = (max - all.len()) as i64;
-        let turns = session.run(&TURNS, &[arg(name), arg(lane), arg(head.priority), arg(head.at), arg(agents.clone()), arg(left)]);
+        let turns = session.run(&TURNS, &[arg(name), arg(lane), arg(head.priority), arg(head.at), arg(agents.clone()), arg(left), arg(most)]);
         let mut shares: BTreeMap<String, usize> = BTreeMap::new();
         (0..turns.len()).for_each(|at| *shares.entry(turns.must(at, 1)).or_default() += 1);
         let before = agents.len();
         for (agent, share) in shares {
-            let line = [arg(name), arg(lane), arg(head.priority), arg(head.at), arg(share as i64), arg(agent.as_str())];
+            let line = [arg(name), arg(lane), arg(head.priority), arg(head.at), arg(share as i64), arg(most), arg(agent.as_str())];
             let rows = taken(&session.run(&TAKE_AGENT, &line));
             if rows.len() < share {
                 agents.retain(|other| *other != agent);
@@ -199,11 +202,11 @@ fn taken(rows: &Rows) -> Vec<Taken> {
 }
 
 /// Takes at most `max` rows of a lane in their order.
-fn take_lane(session: &Session, name: &str, lane: i32, max: usize, agents: Option<&[String]>) -> Vec<Taken> {
+fn take_lane(session: &Session, name: &str, (lane, most): (i32, i64), max: usize, agents: Option<&[String]>) -> Vec<Taken> {
     let heads = lines::heads(session, name, lane);
     let mut taken = Vec::new();
     for head in &heads {
-        taken.extend(take(session, name, lane, *head, max - taken.len(), agents));
+        taken.extend(take(session, name, (lane, most), *head, max - taken.len(), agents));
         if taken.len() == max {
             break;
         }
@@ -225,7 +228,7 @@ fn sort(taken: &mut [Taken]) {
 /// Takes at most `max` tasks, reserving their budgets.
 fn take_any(session: &Session, name: &str, queue: &Queue, wish: &Wish) -> Vec<Taken> {
     match queue.lanes.as_slice() {
-        [only] if only.draws.is_empty() && !queue.fair => take_lane(session, name, only.lane, wish.max, wish.agents.as_deref()),
+        [only] if only.draws.is_empty() && !queue.fair => take_lane(session, name, (only.lane, i64::MAX), wish.max, wish.agents.as_deref()),
         _ => take_several(session, name, queue, wish),
     }
 }
@@ -321,7 +324,8 @@ fn take_round(
     let lanes: Vec<i32> = heads.iter().map(|(at, _)| open[*at].0.lane).collect();
     let priorities: Vec<i32> = heads.iter().map(|(_, head)| head.priority).collect();
     let starts: Vec<i64> = heads.iter().map(|(_, head)| head.at).collect();
-    let line = [arg(name), arg(lanes), arg(priorities), arg(starts), arg(depth as i64)];
+    let most: Vec<i64> = heads.iter().map(|(at, _)| queue.most_tokens(open[*at].0)).collect();
+    let line = [arg(name), arg(lanes), arg(priorities), arg(starts), arg(depth as i64), arg(most)];
     let agents = wish.agents.as_deref();
     let first = match agents {
         None => session.run(&FIRST, &line),
@@ -396,7 +400,7 @@ fn take_round(
     admitted.iter().for_each(|index| promised[candidates[*index].lane].push(candidates[*index]));
     let mut all = Vec::with_capacity(admitted.len());
     for (at, (lane, _)) in open.iter().enumerate().filter(|(at, _)| !promised[*at].is_empty()) {
-        let mut rows = take_lane(session, name, lane.lane, promised[at].len(), agents);
+        let mut rows = take_lane(session, name, (lane.lane, queue.most_tokens(lane)), promised[at].len(), agents);
         shmem::heads::stir(instance, lane.lane);
         rows.iter_mut().for_each(|row| row.tokens = queue.corrected(lane, row.ticket.tokens, row.agent.as_deref()));
         let waiting: Vec<Candidate> = rows.iter().map(|row| Candidate { lane: 0, tokens: row.tokens }).collect();

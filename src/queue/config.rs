@@ -181,6 +181,11 @@ impl Queue {
         self.lanes.binary_search_by_key(&lane, |known| known.lane).ok().map(|at| &self.lanes[at])
     }
 
+    /// The most tokens that a task of a lane may predict and still run. Where predictions are corrected, every task is made to fit.
+    pub fn most_tokens(&self, lane: &Lane) -> i64 {
+        lane.capacity.filter(|_| self.factors.is_empty()).unwrap_or(i64::MAX)
+    }
+
     /// What a task of an agent is taken to predict at a claim: corrected where the queue does that, but never so that a task which could run could not any more.
     pub fn corrected(&self, lane: &Lane, tokens: Option<i64>, agent: Option<&str>) -> Option<i64> {
         match self.factors.get(agent.unwrap_or("")) {

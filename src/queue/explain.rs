@@ -71,7 +71,11 @@ fn shortage(budget: &Budget, usage: Usage, window: &Window, tokens: Option<i64>,
         let closed = [limit.max_running, limit.max_requests, limit.max_cost].into_iter().flatten().any(|max| max < 1);
         return Some(match limit.capacity() {
             Some(all) if !closed => format!("held: the task needs {} tokens, but budget \"{name}\" allows {all} at all", cost.usage.tokens),
-            _ => format!("budget \"{name}\" is closed: it allows no running task"),
+            _ => {
+                let closed = [("max_running", limit.max_running), ("max_requests", limit.max_requests), ("max_cost", limit.max_cost)];
+                let by = closed.iter().find(|(_, max)| max.is_some_and(|max| max < 1)).map_or("max_tokens", |(by, _)| by);
+                format!("budget \"{name}\" is closed: its {by} lets no task run")
+            }
         });
     }
     let mut parts: Vec<String> = Vec::new();

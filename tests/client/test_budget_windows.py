@@ -408,6 +408,23 @@ def test_a_task_that_a_lowered_limit_leaves_without_a_chance_is_held_visibly(con
     assert len(queue.claim()) == 1
 
 
+@pytest.mark.parametrize("agents", [None, ["a"]])
+@pytest.mark.parametrize("kind", ["max_tokens", "max_window_tokens"])
+def test_a_task_that_a_lowered_limit_leaves_without_a_chance_holds_up_nobody(conn, kind, agents):
+    make(conn, **{kind: 1000})
+    queue = Queue(conn, budgets=["b"])
+    held = [queue.enqueue(tokens=500, agent="a", priority=priority) for priority in (0, 3, 0)]
+    behind = [queue.enqueue(tokens=10, agent="a") for _ in range(3)]
+    call(conn, "alter_budget", name="b", **{kind: 100})
+    assert [task.id for task in queue.claim(1, agents=agents)] == behind[:1]
+    assert [task.id for task in queue.claim(9, agents=agents)] == behind[1:]
+    assert queue.claim(9, agents=agents) == []
+    assert all("held" in explain(conn, id) for id in held)
+    call(conn, "alter_budget", name="b", **{kind: 5000})
+    assert [task.id for task in queue.claim(9, agents=agents)] == [held[1], held[0], held[2]]
+    assert call(conn, "check") == []
+
+
 def test_alter_checks_what_comes_out(conn):
     make(conn, max_requests=3, max_tokens=100, default_tokens=40)
     for wrong, message in [

@@ -345,7 +345,7 @@ def test_a_closed_budget_holds_its_tasks_visibly(conn):
     queue = Queue(conn)
     id = queue.enqueue(budgets=["closed"])
     assert queue.claim() == []
-    assert call(conn, "explain", queue="q", id=id)[0][0] == 'ready: budget "closed" is closed: it allows no running task'
+    assert call(conn, "explain", queue="q", id=id)[0][0] == 'ready: budget "closed" is closed: its max_running lets no task run'
 
 
 def test_many_budgets_in_one_transaction_all_come_back(conn):

@@ -409,3 +409,10 @@ def test_create_history_partition_takes_ids_of_tasks_only(queue):
     with pytest.raises(psycopg.errors.InvalidParameterValue):
         call(queue.conn, "create_history_partition", id="00000000-0000-7000-8000-0000000000ff")
     assert value(queue.conn, "SELECT stint.history_partition('00000000-0000-7000-8000-0000000000ff')") is None
+
+
+@pytest.mark.parametrize("id", ["00000000-0000-7000-8000-000000000000", "fb0b7a58-1111-4222-8333-0123456789ab", "019ad000-0000-7000-8000-0000000000c8", "ff9ad000-0000-7000-8000-000000000000"])
+def test_no_partition_is_made_for_what_is_no_tasks_id(conn, id):
+    Queue(conn)
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="not the id of a task"):
+        call(conn, "create_history_partition", id=id)

@@ -2661,6 +2661,12 @@ findings (number, "check", ok, detail, remedy, advice) AS (
            'Raise stint.max_budgets, which all databases share, and restart the server.', NULL
       FROM settings s, (SELECT count(*) AS used FROM stint.budget_config) b WHERE s.name = 'stint.max_budgets'
     UNION ALL
+    SELECT 115, 'the database is no copy', bool_and(c.own) IS NOT FALSE,
+           CASE WHEN bool_and(c.own) IS NOT FALSE THEN 'its tasks and state were made here' ELSE 'its tasks and state are another database''s: verbs are refused and the maintenance worker rests' END,
+           'SELECT stint.activate() if it is to be worked in.', NULL
+      FROM (SELECT m.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())
+                   AND m.system_identifier = (SELECT s.system_identifier FROM pg_control_system() s) AS own FROM stint.meta m) c
+    UNION ALL
     SELECT 120, 'storage rules hold', v.number = 0, CASE WHEN v.number = 0 THEN 'stint.check() finds nothing' ELSE format('%s violations, such as: %s', v.number, v.rule) END,
            'SELECT * FROM stint.check() names the rows; please report it. A budget that appears once and not again was only in the middle of a claim.', NULL
       FROM violations v

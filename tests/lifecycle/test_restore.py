@@ -36,7 +36,10 @@ def test_a_restored_queue_goes_on(started):
                 verb()
             assert "stint.activate" in caught.value.diag.message_hint
         assert value(conn, "SELECT count(*) FROM stint.tasks WHERE status = 'running'") == 2
+        copied = "SELECT ok FROM stint.doctor() WHERE \"check\" = 'the database is no copy'"
+        assert not value(conn, copied)
         call(conn, "activate")
+        assert value(conn, copied)
         assert [queue.complete(task).outcome for task in running] == ["unknown_lease"] * 2, "a restore ends leases"
         assert value(conn, "SELECT count(*) FROM stint.place_running WHERE lease = ANY (%s)", held) == 0
         assert call(conn, "check") == []

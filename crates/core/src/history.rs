@@ -60,6 +60,12 @@ impl Leaf {
         Self::at(id[15], time_ms(id))
     }
 
+    /// The same for an id that anybody may have made up: `None` where it is no version 7 UUID of this century.
+    pub fn of_task(id: &[u8; 16]) -> Option<Self> {
+        const CENTURY: std::ops::Range<i64> = 946_684_800_000..4_102_444_800_000;
+        Self::of(id).filter(|_| id[6] >> 4 == 7 && id[8] >> 6 == 2 && CENTURY.contains(&time_ms(id)))
+    }
+
     /// The leaf of a class at an instant.
     pub fn at(class: u8, ms: i64) -> Option<Self> {
         let width = width_ms(class)?;
