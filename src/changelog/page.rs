@@ -147,35 +147,50 @@ pub mod column {
     pub(super) const SEQ: usize = 2;
 }
 
-/// At most `max` net changes of a tick that lie after `since`, belong to `relations` and are not in what the reader `has`; columns as in [`column`].
-pub fn read(session: &Session, tick: &Tick, relations: &[(pg_sys::Oid, Shape)], form: Form, since: i64, max: i64, has: Option<&Seen>) -> Rows {
-    let way = tick.way();
-    let (pos, seq) = match way {
-        Way::BySeq => recall(tick, since),
-        Way::ByTransaction => (tick.start_pos, tick.first_seq - 1),
-    };
-    let oids: Vec<pg_sys::Oid> = relations.iter().map(|(oid, _)| *oid).collect();
-    let rows = session.run_own(
-        &statement(relations, way, form),
-        &[
-            arg(tick.epoch),
-            tick.previous,
-            tick.snapshot,
-            arg(seq),
-            arg(tick.last_seq),
-            arg(pos),
-            arg(since),
-            arg(oids),
-            arg(max),
-            has.filter(|seen| seen.epoch == tick.epoch).and_then(|seen| seen.snapshot),
-        ],
-    );
-    if let Some(last) = rows.len().checked_sub(1)
-        && way == Way::BySeq
-    {
-        remember(tick, rows.must(last, column::POS), rows.must(last, column::SEQ));
+/// What a reader wants of each tick.
+pub struct Pages {
+    relations: Vec<(pg_sys::Oid, Shape)>,
+    form: Form,
+    statements: HashMap<Way, Rc<Prepared>>,
+}
+
+impl Pages {
+    /// Of some tables, in a form.
+    pub fn of(session: &Session, relations: &[pg_sys::Oid], form: Form) -> Self {
+        let relations = relations.iter().map(|oid| (*oid, Shape::load(session, *oid))).collect();
+        Pages { relations, form, statements: HashMap::new() }
     }
-    rows
+
+    /// At most `max` net changes of a tick that lie after `since` and are not in what the reader `has`; columns as in [`column`].
+    pub fn read(&mut self, session: &Session, tick: &Tick, since: i64, max: i64, has: Option<&Seen>) -> Rows {
+        let way = tick.way();
+        let (pos, seq) = match way {
+            Way::BySeq => recall(tick, since),
+            Way::ByTransaction => (tick.start_pos, tick.first_seq - 1),
+        };
+        let (relations, form) = (&self.relations, self.form);
+        let rows = session.run_own(
+            self.statements.entry(way).or_insert_with(|| statement(relations, way, form)),
+            &[
+                arg(tick.epoch),
+                tick.previous,
+                tick.snapshot,
+                arg(seq),
+                arg(tick.last_seq),
+                arg(pos),
+                arg(since),
+                arg(relations.iter().map(|(oid, _)| *oid).collect::<Vec<_>>()),
+                arg(max),
+                has.filter(|seen| seen.epoch == tick.epoch).and_then(|seen| seen.snapshot),
+            ],
+        );
+        if let Some(last) = rows.len().checked_sub(1)
+            && way == Way::BySeq
+        {
+            remember(tick, rows.must(last, column::POS), rows.must(last, column::SEQ));
+        }
+        rows
+    }
 }
 
 fn statement(relations: &[(pg_sys::Oid, Shape)], way: Way, form: Form) -> Rc<Prepared> {

@@ -2,8 +2,7 @@
 
 use super::capture;
 pub use super::documents::quote;
-use super::page::{self, Form, Seen, Tick, column};
-use super::shape::Shape;
+use super::page::{Form, Pages, Seen, Tick, column};
 use crate::errors::{self, Fault};
 use crate::guc;
 use crate::spi::{Identity, Rows, Session, Statement, arg, connect};
@@ -103,7 +102,7 @@ pub fn walk(
 ) -> i64 {
     // Read first: what is ticked later lies beyond it.
     let last = last(session).max(since);
-    let shapes: Vec<(pg_sys::Oid, Shape)> = relations.iter().map(|oid| (*oid, Shape::load(session, *oid))).collect();
+    let mut pages = Pages::of(session, relations, form);
     let mut left = i64::from(max);
     let mut reached = since;
     loop {
@@ -112,7 +111,7 @@ pub fn walk(
             return reached.max(last);
         }
         for tick in (0..ticks.len()).map(|row| tick(&ticks, row)) {
-            let rows = page::read(session, &tick, &shapes, form, since, left, has);
+            let rows = pages.read(session, &tick, since, left, has);
             (0..rows.len()).for_each(|row| each(&rows, row));
             left -= i64::try_from(rows.len()).unwrap_or(i64::MAX);
             if left <= 0 {

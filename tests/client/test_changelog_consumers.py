@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import random
 import threading
 import time
@@ -91,8 +92,9 @@ def test_a_wait_ends_by_cancel_timeout_and_its_bound(goods, connect):
     with pytest.raises(psycopg.errors.ProgramLimitExceeded, match='"wait"') as caught:
         poll(goods, wait="1 day")
     assert "stint.max_wait" in caught.value.diag.message_hint
-    with goods.transaction(), pytest.raises(psycopg.errors.ActiveSqlTransaction, match="poll cannot wait"), goods.transaction():
-        goods.execute("ROLLBACK; BEGIN ISOLATION LEVEL REPEATABLE READ")
+    with pytest.raises(psycopg.errors.ActiveSqlTransaction, match="poll cannot wait"), goods.transaction():
+        goods.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        assert poll(goods, wait="0") == []
         poll(goods)
     # A session that was cancelled while it waited left nothing behind.
     thread = sleeping(goods, connect())
@@ -149,12 +151,15 @@ def test_a_consumer_is_told_what_is_not_kept_and_starts_again(goods):
         assert hint in caught.value.diag.message_hint
     assert goods.execute("SELECT pos FROM stint.changes('goods', since_pos => 2)").fetchall() == [(3,)]
     assert goods.execute("SELECT count(*) FROM stint.changes('other')").fetchone() == (0,)
+    doctor = "SELECT ok, detail FROM stint.doctor() WHERE \"check\" LIKE 'consumers%'"
+    assert goods.execute(doctor).fetchone() == (False, "changes that they have not read are gone: 'both'")
     # As the hint says.
     with goods.transaction():
         goods.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         goods.execute("SELECT stint.drop_consumer('both')")
         goods.execute("SELECT stint.create_consumer('both', '{goods,other}', start => 'snapshot')")
         assert goods.execute("SELECT count(*) FROM goods").fetchone() == (3,)
+    assert goods.execute(doctor).fetchone()[0]
     goods.execute("SELECT stint.create_consumer('late', '{goods}')")
     assert goods.execute("SELECT consumer, pos, must_refetch FROM stint.consumers ORDER BY 1").fetchall() == [
         ("both", 3, False), ("c", 2, False), ("late", 2, False),
@@ -283,8 +288,6 @@ def test_an_export_is_the_text_of_every_change(conn):
     with conn.cursor().copy("COPY (SELECT pos, kind, key, to_json(columns), to_json(image), cause FROM stint.export_changes('odd')) TO STDOUT CSV") as copy:
         rows = list(csv.reader(io.StringIO(b"".join(copy).decode())))
     assert len(rows) == 2500 + 2 + 1
-    import json
-
     names = ["id", "sp ace", "gone", "n", "f", "b", "a", "at"]
     before = dict(zip(names, ["1", odd[1], "0", *odd[3:]]))
     after = before | {"f": "-0", "sp ace": None}
