@@ -20,10 +20,12 @@ CREATE TABLE stint.captures (
     relation    regclass PRIMARY KEY,
     epoch       integer NOT NULL,
     xid         xid8 NOT NULL,
-    captured_at timestamptz NOT NULL DEFAULT clock_timestamp()
+    captured_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    floor_pos   bigint NOT NULL DEFAULT 0
 );
 COMMENT ON TABLE stint.captures IS 'Tables whose changes are captured, and since when: earlier points cannot be read as of';
 COMMENT ON COLUMN stint.captures.xid IS 'the transaction that installed the triggers; writers before it had ended';
+COMMENT ON COLUMN stint.captures.floor_pos IS 'changes at this position and below may be gone';
 REVOKE ALL ON stint.captures FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.captures', '');
 
@@ -53,7 +55,8 @@ CREATE TABLE stint.change_log (
     kind     "char" NOT NULL CHECK (kind IN ('I', 'U', 'D')),
     key      text COLLATE "C" NOT NULL,
     before   text[],
-    after    text[]
+    after    text[],
+    cause    bigint
 );
 -- Serves ticks, positions and as-of reads, all of which ask for ranges of transactions.
 CREATE INDEX change_log_xid ON stint.change_log (epoch, xid);
@@ -65,6 +68,7 @@ COMMENT ON COLUMN stint.change_log.kind IS 'I inserted, U updated, D deleted';
 COMMENT ON COLUMN stint.change_log.key IS 'the primary key''s values, as the text of a text[]';
 COMMENT ON COLUMN stint.change_log.before IS 'the row before: each column''s text in the place of its number';
 COMMENT ON COLUMN stint.change_log.after IS 'the row after, likewise';
+COMMENT ON COLUMN stint.change_log.cause IS 'event of the record that was folded into the row, null for changes made otherwise';
 REVOKE ALL ON stint.change_log FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.change_log', '');
 
@@ -160,12 +164,12 @@ Errors: 25001 in a copy, in a transaction that has written something. Locks: the
 REVOKE ALL ON FUNCTION stint.activate(boolean) FROM PUBLIC;
 
 CREATE FUNCTION stint.changes(relation regclass, since_pos bigint DEFAULT 0, max integer DEFAULT 1000)
-    RETURNS TABLE (pos bigint, kind text, key jsonb, before jsonb, after jsonb, changed_at timestamptz)
+    RETURNS TABLE (pos bigint, kind text, key jsonb, before jsonb, after jsonb, changed_at timestamptz, cause bigint)
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'changes_wrapper';
 COMMENT ON FUNCTION stint.changes(regclass, bigint, integer) IS
 'Changes of a state table after a position, in order. relation: the table, on which the caller needs SELECT; since_pos: give the last pos you have; max: most changes to return.
 Result: pos, the same for the two rows of an update; kind: +I inserted, -U and +U the row before and after an update, -D deleted; key; before: null for +I; after: null for -U and -D;
-changed_at: when the statement ended. In jsonb numbers are exact, NaN and the infinities are strings, json is embedded, arrays are arrays, and everything else is a string:
+changed_at: when the statement ended; cause: the event of the record it comes from, null for other changes. In jsonb numbers are exact, NaN and the infinities are strings, json is embedded, arrays are arrays, and everything else is a string:
 PostgreSQL''s text under DateStyle ISO and TimeZone UTC. Shows ticked changes only. Meant for FROM.
 Errors: 42704 no such state table, 22023 a position that no tick has reached, 42501 no SELECT on the table or row security in force, 54000 max over stint.max_batch. Takes no locks.';
 REVOKE ALL ON FUNCTION stint.changes(regclass, bigint, integer) FROM PUBLIC;
@@ -184,7 +188,7 @@ COMMENT ON FUNCTION stint.drop_consumer(text) IS
 REVOKE ALL ON FUNCTION stint.drop_consumer(text) FROM PUBLIC;
 
 CREATE FUNCTION stint.poll(consumer text, max integer DEFAULT 100)
-    RETURNS TABLE (pos bigint, relation regclass, kind text, key jsonb, before jsonb, after jsonb, changed_at timestamptz)
+    RETURNS TABLE (pos bigint, relation regclass, kind text, key jsonb, before jsonb, after jsonb, changed_at timestamptz, cause bigint)
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'poll_wrapper';
 COMMENT ON FUNCTION stint.poll(text, integer) IS
 'The next changes for a consumer, after the position it has committed; columns as in stint.changes. Writes nothing and takes no locks: the same changes come again until stint.commit.

@@ -128,6 +128,7 @@ fn poll(
         name!(before, Option<RawJsonb>),
         name!(after, Option<RawJsonb>),
         name!(changed_at, Instant),
+        name!(cause, Option<i64>),
     ),
 > {
     crate::shmem::required();
@@ -143,7 +144,7 @@ fn poll(
         });
         reader::after(session, &relations, from, max)
     });
-    TableIterator::new(found.into_iter().map(|c| (c.pos, c.relation, c.kind, c.key, c.before, c.after, c.at)))
+    TableIterator::new(found.into_iter().map(|c| (c.pos, c.relation, c.kind, c.key, c.before, c.after, c.at, c.cause)))
 }
 
 /// `stint.commit`.

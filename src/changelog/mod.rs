@@ -5,6 +5,7 @@
 //! ordinal. Nothing is stamped afterwards: positions are arithmetic on stored values, the same for every reader and for ever.
 
 pub mod capture;
+pub mod cause;
 pub mod consumer;
 pub mod epoch;
 pub mod feed;

@@ -24,7 +24,7 @@ static TICKS: Statement = Statement::new(
 
 /// The changes of one tick (epoch $1, from snapshot $2 to $3, positions after $4) that lie after position $5 and belong to the tables $6.
 static CHANGES: Statement = Statement::new(
-    c"SELECT c.pos, c.relation::oid, c.kind::text, c.key, c.before, c.after, c.at
+    c"SELECT c.pos, c.relation::oid, c.kind::text, c.key, c.before, c.after, c.at, c.cause
       FROM (SELECT $4 + row_number() OVER (ORDER BY x.seq) AS pos, x.*
             FROM (SELECT l.* FROM stint.change_log l
                   WHERE l.epoch = $1 AND l.xid >= pg_snapshot_xmax($2::pg_snapshot) AND l.xid < pg_snapshot_xmax($3::pg_snapshot)
@@ -54,6 +54,8 @@ pub struct Change {
     pub after: Option<RawJsonb>,
     /// When the statement ended.
     pub at: Instant,
+    /// The event of the record it comes from.
+    pub cause: Option<i64>,
 }
 
 /// The last position there is.
@@ -90,7 +92,7 @@ pub fn after(session: &Session, relations: &[pg_sys::Oid], since: i64, max: i32)
                 let document = documents.entry(relation.to_u32()).or_insert_with(|| document(session, relation));
                 let made = session.run_prepared(document, &[rows.lift(row, 4), rows.lift(row, 5), rows.lift(row, 6)]);
                 let [key, before, after] = [1, 2, 3].map(|column| made.lift(0, column).map(RawJsonb));
-                let change = |kind, before, after| Change { pos: rows.must(row, 1), relation, kind, key, before, after, at: rows.must(row, 7) };
+                let change = |kind, before, after| Change { pos: rows.must(row, 1), relation, kind, key, before, after, at: rows.must(row, 7), cause: rows.get(row, 8) };
                 match rows.must::<String>(row, 3).as_str() {
                     "I" => changes.push(change("+I", None, after)),
                     "D" => changes.push(change("-D", before, None)),
@@ -221,6 +223,7 @@ fn changes(
         name!(before, Option<RawJsonb>),
         name!(after, Option<RawJsonb>),
         name!(changed_at, Instant),
+        name!(cause, Option<i64>),
     ),
 > {
     crate::shmem::required();
@@ -232,5 +235,5 @@ fn changes(
         let since = checked_pos(session, "since_pos", since_pos);
         after(session, &[relation], since, max)
     });
-    TableIterator::new(found.into_iter().map(|c| (c.pos, c.kind, c.key, c.before, c.after, c.at)))
+    TableIterator::new(found.into_iter().map(|c| (c.pos, c.kind, c.key, c.before, c.after, c.at, c.cause)))
 }

@@ -27,14 +27,29 @@ static SHAPE: Statement = Statement::new(
     &[pg_sys::JSONBOID, pg_sys::TEXTARRAYOID, pg_sys::TEXTARRAYOID, pg_sys::INT4OID],
 );
 
-/// What a merge did, in keys; `late` in rows.
+/// What a merge did, in keys; `late` in rows. A batch of several kinds counts a key once for each run of rows of one kind.
 #[derive(Clone, Copy, Default)]
-struct Counts {
-    inserted: i64,
-    updated: i64,
-    deleted: i64,
-    unchanged: i64,
-    late: i64,
+pub struct Counts {
+    /// Keys that got a row.
+    pub inserted: i64,
+    /// Keys whose row changed.
+    pub updated: i64,
+    /// Keys that lost their row.
+    pub deleted: i64,
+    /// Keys whose row would read the same.
+    pub unchanged: i64,
+    /// Rows that changed nothing because newer ones were there.
+    pub late: i64,
+}
+
+impl std::ops::AddAssign for Counts {
+    fn add_assign(&mut self, other: Self) {
+        self.inserted += other.inserted;
+        self.updated += other.updated;
+        self.deleted += other.deleted;
+        self.unchanged += other.unchanged;
+        self.late += other.late;
+    }
 }
 
 #[pg_extern(sql = false)]
@@ -53,20 +68,70 @@ fn merge(
         let plans = plans::of(session, oid);
         check_rights(&plans, identity.caller(), kind);
         let length = check_shape(session, &plans, rows);
-        // The table carries its owner's triggers, domains and indexes: from here on that role's code runs, with that role's rights.
-        let _restricted = Identity::restricted(plans.relation.owner);
-        explained(&plans, || apply(session, &plans, kind, rows, length))
+        as_owner(&plans, || apply(session, &plans, kind, rows, length))
     });
     TableIterator::once((counts.inserted, counts.updated, counts.deleted, counts.unchanged, counts.late))
 }
 
+/// Merges rows of any kinds, `kinds` naming that of each row, and does what they would do one by one, in order. It asks for no right of the caller's: who calls
+/// it has done so.
+pub fn fold(session: &Session, relation: pg_sys::Oid, rows: RawJsonb, kinds: &[Kind]) -> Counts {
+    let plans = plans::of(session, relation);
+    let length = check_shape(session, &plans, rows);
+    if usize::try_from(length) != Ok(kinds.len()) {
+        errors::internal(&format!("{} kinds were given for {length} rows", kinds.len()));
+    }
+    as_owner(&plans, || match kinds {
+        [] => Counts::default(),
+        [first, others @ ..] if others.iter().all(|kind| kind == first) => apply(session, &plans, *first, rows, length),
+        _ => apply_runs(session, &plans, rows, kinds),
+    })
+}
+
+/// The table carries its owner's triggers, domains and indexes: what writes it runs as that role, with that role's rights.
+fn as_owner<R>(plans: &Plans, work: impl FnOnce() -> R) -> R {
+    let _restricted = Identity::restricted(plans.relation.owner);
+    explained(plans, work)
+}
+
+/// A batch of several kinds, in rounds: the i-th run of rows of one kind of each key. Keys do not touch each other, so within a round the kinds may go in any
+/// order.
+fn apply_runs(session: &Session, plans: &Plans, rows: RawJsonb, kinds: &[Kind]) -> Counts {
+    let words: Vec<&str> = kinds.iter().map(|kind| kind.word()).collect();
+    let batch = [arg(rows)];
+    let cut = session.run_prepared(plans.runs.plan(), &[arg(rows), arg(words)]);
+    let rounds = (0..cut.len()).map(|n| (cut.must::<i64>(n, 1), kind_named(cut.get(n, 2)), cut.must::<RawJsonb>(n, 3), cut.must::<i32>(n, 4)));
+    let rounds: Vec<(i64, Kind, RawJsonb, i32)> = rounds.collect();
+    // All rows of the batch in key order before any, as each statement takes its own; a round that comes later could not go back.
+    let removal = rounds.iter().find_map(|(_, kind, ..)| match plans.steps(*kind) {
+        Steps::Remove { absent, .. } => Some(absent.as_ref()),
+        _ => None,
+    });
+    match removal.flatten() {
+        Some(absent) => {
+            order_removals(plans);
+            // A key that one round deletes is absent in the next, when it is too late to wait for the table.
+            if rounds.last().is_some_and(|(round, ..)| *round > 1) {
+                session.execute_once(&plans.lock_table);
+            }
+            lock_for_removal(session, plans, Some(absent), &batch);
+        }
+        None => lock_for_removal(session, plans, None, &batch),
+    }
+    let mut counts = Counts::default();
+    for (_, kind, rows, length) in rounds {
+        counts += apply(session, plans, kind, rows, length);
+    }
+    counts
+}
+
 fn kind_named(word: Option<&str>) -> Kind {
     let Some(word) = word else { errors::missing("kind", "Give 'upsert', 'delete' or 'retract', or leave it out.") };
-    match KINDS.iter().find(|(known, _)| *known == word) {
-        Some((_, kind)) => *kind,
+    match KINDS.iter().find(|known| known.word() == word) {
+        Some(kind) => *kind,
         None => errors::invalid(
             format!("merge kind \"{word}\" does not exist"),
-            match nearest(word, KINDS.iter().map(|(known, _)| *known)) {
+            match nearest(word, KINDS.map(Kind::word).iter().copied()) {
                 Some(near) => format!("Did you mean \"{near}\"?"),
                 None => "The kinds are upsert, delete and retract.".to_string(),
             },
@@ -181,8 +246,8 @@ fn apply(session: &Session, plans: &Plans, kind: Kind, rows: RawJsonb, length: i
             }
             counts
         }
-        Steps::Remove { absent, lock_table, lock_rows, apply } => {
-            lock_for_removal(session, plans, absent.as_ref(), lock_table, lock_rows, &batch);
+        Steps::Remove { absent, apply } => {
+            lock_for_removal(session, plans, absent.as_ref(), &batch);
             counted(session, apply, &batch)
         }
     }
@@ -217,30 +282,33 @@ fn settle_with_tombstones(session: &Session, plans: &Plans, after: &After, batch
     session.run_prepared(after.forget.plan(), batch);
 }
 
+/// Removals of one table that remembers sequences go one after the other, so that none takes away a row another has just looked for. Upserts are not held up.
+fn order_removals(plans: &Plans) {
+    // SAFETY: a lock that ends with the transaction; it stands for nothing but this, and conflicts with no lock on the table itself.
+    unsafe { pg_sys::LockDatabaseObject(pg_sys::RelationRelationId, plans.relation.oid, 0, pg_sys::ExclusiveLock as i32) };
+}
+
 /// Locks the rows in key order, so that the removal's snapshot shows them as they are. Where sequences are remembered, a key without a row needs the table
 /// locked: somebody may be inserting it unseen, and would not see the tombstone either.
-fn lock_for_removal(session: &Session, plans: &Plans, absent: Option<&Lazy>, lock_table: &str, lock_rows: &Lazy, batch: &[spi::Param]) {
+fn lock_for_removal(session: &Session, plans: &Plans, absent: Option<&Lazy>, batch: &[spi::Param]) {
     let Some(absent) = absent else {
-        session.run_prepared(lock_rows.plan(), batch);
+        session.run_prepared(plans.lock_rows.plan(), batch);
         return;
     };
-    let oid = plans.relation.oid;
-    // Removals of one table go one after the other, so that none takes away a row another has just looked for. Upserts are not held up.
-    // SAFETY: a lock that ends with the transaction; it stands for nothing but this, and conflicts with no lock on the table itself.
-    unsafe { pg_sys::LockDatabaseObject(pg_sys::RelationRelationId, oid, 0, pg_sys::ExclusiveLock as i32) };
+    order_removals(plans);
     let count_absent = || session.run_prepared(absent.plan(), batch).must::<i64>(0, 1);
     // The table before the rows: who waits for the table must not hold a row that its holder wants.
     let locked = count_absent() > 0;
     if locked {
-        session.execute_once(lock_table);
+        session.execute_once(&plans.lock_table);
     } else {
         // SAFETY: as above; the lock that writing the rows will want.
-        unsafe { pg_sys::LockRelationOid(oid, pg_sys::RowExclusiveLock as i32) };
+        unsafe { pg_sys::LockRelationOid(plans.relation.oid, pg_sys::RowExclusiveLock as i32) };
     }
-    session.run_prepared(lock_rows.plan(), batch);
+    session.run_prepared(plans.lock_rows.plan(), batch);
     // Only who deletes past us can have taken a row away.
     if !locked && count_absent() > 0 {
-        session.execute_once(lock_table);
+        session.execute_once(&plans.lock_table);
     }
     if keeps_snapshot() && count_absent() != session.run_prepared_latest(absent.plan(), batch).must::<i64>(0, 1) {
         serialization_failure(plans);

@@ -22,17 +22,24 @@ static CONFIG: Statement = Statement::new(
 /// A statement that is prepared when it is first run.
 pub struct Lazy {
     sql: String,
+    types: &'static [pg_sys::Oid],
     plan: OnceCell<Prepared>,
 }
 
 impl Lazy {
+    /// A merge statement: it takes the batch alone.
     fn new(sql: String) -> Self {
-        Lazy { sql, plan: OnceCell::new() }
+        Lazy { sql, types: &[pg_sys::JSONBOID], plan: OnceCell::new() }
     }
 
-    /// The kept plan. Every merge statement takes the batch alone.
+    /// A statement that takes the batch and the kind of each row.
+    fn with_kinds(sql: String) -> Self {
+        Lazy { sql, types: &[pg_sys::JSONBOID, pg_sys::TEXTARRAYOID], plan: OnceCell::new() }
+    }
+
+    /// The kept plan.
     pub fn plan(&self) -> &Prepared {
-        self.plan.get_or_init(|| Prepared::new(&self.sql, &[pg_sys::JSONBOID]))
+        self.plan.get_or_init(|| Prepared::new(&self.sql, self.types))
     }
 }
 
@@ -43,9 +50,9 @@ pub enum Steps {
     /// The declaration ignores it.
     Ignored,
     /// Rows are written.
-    Upsert { unique: Lazy, folded: Lazy, after: Option<After> },
+    Upsert { unique: Lazy, folded: Lazy, after: Option<Box<After>> },
     /// Rows are removed.
-    Remove { absent: Option<Lazy>, lock_table: String, lock_rows: Lazy, apply: Lazy },
+    Remove { absent: Option<Lazy>, apply: Lazy },
 }
 
 /// What follows an upsert that inserted rows.
@@ -70,20 +77,17 @@ impl Steps {
             Merge::Upsert { unique, folded, after } => Steps::Upsert {
                 unique: Lazy::new(unique),
                 folded: Lazy::new(folded),
-                after: after.map(|after| After {
-                    hit: Lazy::new(after.hit),
-                    tombstones: Lazy::new(after.tombstones),
-                    remove: after.remove.map(Lazy::new),
-                    adjust: after.adjust.map(Lazy::new),
-                    forget: Lazy::new(after.forget),
+                after: after.map(|after| {
+                    Box::new(After {
+                        hit: Lazy::new(after.hit),
+                        tombstones: Lazy::new(after.tombstones),
+                        remove: after.remove.map(Lazy::new),
+                        adjust: after.adjust.map(Lazy::new),
+                        forget: Lazy::new(after.forget),
+                    })
                 }),
             },
-            Merge::Remove(removal) => Steps::Remove {
-                absent: removal.absent.map(Lazy::new),
-                lock_table: removal.lock_table,
-                lock_rows: Lazy::new(removal.lock_rows),
-                apply: Lazy::new(removal.apply),
-            },
+            Merge::Remove(removal) => Steps::Remove { absent: removal.absent.map(Lazy::new), apply: Lazy::new(removal.apply) },
         }
     }
 }
@@ -100,6 +104,12 @@ pub struct Plans {
     pub retracts: bool,
     /// Counts the distinct keys.
     pub count_keys: Lazy,
+    /// Cuts a batch of several kinds into rounds.
+    pub runs: Lazy,
+    /// Locks the rows of a batch in key order.
+    pub lock_rows: Lazy,
+    /// Locks the table against writers.
+    pub lock_table: String,
     upsert: Steps,
     delete: Steps,
     retract: Steps,
@@ -140,6 +150,9 @@ impl Plans {
             keys: names(&mut table.key.iter().copied()),
             retracts: declaration.deletes == stint_core::state::declare::Deletes::Retract,
             count_keys: Lazy::new(compile::count_keys(&table)),
+            runs: Lazy::with_kinds(compile::runs(&table)),
+            lock_rows: Lazy::new(compile::lock_rows(&table)),
+            lock_table: compile::lock_table(&table),
             upsert: steps(Kind::Upsert),
             delete: steps(Kind::Delete),
             retract: steps(Kind::Retract),

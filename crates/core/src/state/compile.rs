@@ -27,8 +27,19 @@ pub enum Kind {
     Retract,
 }
 
-/// The words of `kind`.
-pub const KINDS: [(&str, Kind); 3] = [("upsert", Kind::Upsert), ("delete", Kind::Delete), ("retract", Kind::Retract)];
+/// The kinds there are.
+pub const KINDS: [Kind; 3] = [Kind::Upsert, Kind::Delete, Kind::Retract];
+
+impl Kind {
+    /// Its word.
+    pub fn word(self) -> &'static str {
+        match self {
+            Kind::Upsert => "upsert",
+            Kind::Delete => "delete",
+            Kind::Retract => "retract",
+        }
+    }
+}
 
 /// What a merge of one kind runs. The main statements return one row: inserted, updated, deleted, unchanged, late.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -66,15 +77,11 @@ pub struct Revival {
     pub forget: String,
 }
 
-/// The statements of a delete or retraction, in order.
+/// The statements of a delete or retraction, in order; between the two go [`lock_table`], where a key is absent, and [`lock_rows`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Removal {
-    /// Returns how many rows of the batch have a key without a row; if any, `lock_table` goes first. Only where sequences are remembered.
+    /// Returns how many rows of the batch have a key without a row; if any, the table is locked first. Only where sequences are remembered.
     pub absent: Option<String>,
-    /// Keeps writers out, because a row that somebody else is inserting cannot be locked.
-    pub lock_table: String,
-    /// Locks the rows of the batch in key order.
-    pub lock_rows: String,
     /// The removal itself.
     pub apply: String,
 }
@@ -82,6 +89,48 @@ pub struct Removal {
 /// Returns the number of distinct keys.
 pub fn count_keys(table: &Table) -> String {
     format!("WITH {}\nSELECT count(DISTINCT ROW({})) FROM r", rows(table, &table.key), list(&table.key, |c| format!("c{c}")))
+}
+
+/// Cuts a batch into rounds, `$2 text[]` being the kind of each of its rows: round i holds the i-th run of rows of one kind of each key, so that rounds done one
+/// after the other do to every key what its rows in order do, however many kinds they have. Returns round, kind, the rows as a batch and their number.
+pub fn runs(table: &Table) -> String {
+    cut(table, ", ($2)[ord::integer] AS kind", "kind IS DISTINCT FROM lag(kind) OVER (PARTITION BY kid ORDER BY ord)", "kind")
+}
+
+/// Cuts a batch into rounds in which no key comes twice: round i holds the i-th row of each key. Returns round, null, the rows as a batch and their number.
+pub fn occurrences(table: &Table) -> String {
+    cut(table, "", "true", "NULL::text")
+}
+
+fn cut(table: &Table, kind: &str, starts: &str, told: &str) -> String {
+    let keys = list(&table.key, |c| format!("c{c}"));
+    let by_kind = if kind.is_empty() { "" } else { ", kind" };
+    format!(
+        "WITH {rows},\ne AS (SELECT ord, dense_rank() OVER (ORDER BY {keys}) AS kid{kind} FROM r),\n\
+         s AS (SELECT e.*, {starts} AS starts FROM e),\n\
+         n AS (SELECT s.*, count(*) FILTER (WHERE starts) OVER (PARTITION BY kid ORDER BY ord) AS round FROM s)\n\
+         SELECT round, {told}, jsonb_agg(a.row ORDER BY n.ord), count(*)::integer\n  \
+         FROM n JOIN jsonb_array_elements($1) WITH ORDINALITY a (row, ord) ON a.ord = n.ord GROUP BY round{by_kind} ORDER BY round{by_kind}",
+        rows = rows(table, &table.key),
+    )
+}
+
+/// Locks the rows of a batch in key order.
+pub fn lock_rows(table: &Table) -> String {
+    let keys = |alias: &str| list(&table.key, |c| format!("{alias}c{c}"));
+    let same = parts::same_key(table, |_, c| format!("t.{}", table.columns[c].quoted), |_, c| format!("h.c{c}"));
+    format!(
+        "WITH {rows}\nSELECT 1 FROM (SELECT DISTINCT {distinct} FROM r) h JOIN {target} t ON {same} ORDER BY {order} FOR UPDATE OF t",
+        rows = rows(table, &table.key),
+        distinct = keys(""),
+        target = table.qualified,
+        order = keys("h."),
+    )
+}
+
+/// Keeps writers out of the table, because a row that somebody else is inserting cannot be locked.
+pub fn lock_table(table: &Table) -> String {
+    format!("LOCK TABLE {} IN SHARE ROW EXCLUSIVE MODE", table.qualified)
 }
 
 /// CREATE TABLE for the tombstones of a state table: typed as the table is, so that keys compare as they do there.

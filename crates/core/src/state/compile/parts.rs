@@ -1,9 +1,18 @@
 //! The pieces that the statements are made of.
 
 use super::{Compiler, list};
-use crate::state::Column;
 use crate::state::declare::{Engine, Group};
+use crate::state::{Column, Table};
 use std::fmt::Write;
+
+/// `left`'s key equals `right`'s.
+pub(super) fn same_key(table: &Table, left: impl Fn(usize, usize) -> String, right: impl Fn(usize, usize) -> String) -> String {
+    let each = |(place, c): (usize, &usize)| {
+        let equal = table.columns[*c].equal.as_deref().unwrap_or("=");
+        format!("{} {equal} {}", left(place, *c), right(place, *c))
+    };
+    table.key.iter().enumerate().map(each).collect::<Vec<_>>().join(" AND ")
+}
 
 impl Compiler<'_> {
     pub(super) fn column(&self, c: usize) -> &Column {
@@ -56,13 +65,8 @@ impl Compiler<'_> {
         format!("({})", parts.join(" OR "))
     }
 
-    /// `left`'s key equals `right`'s.
     pub(super) fn same_key(&self, left: impl Fn(usize, usize) -> String, right: impl Fn(usize, usize) -> String) -> String {
-        let each = |(place, c): (usize, &usize)| {
-            let equal = self.column(*c).equal.as_deref().unwrap_or("=");
-            format!("{} {equal} {}", left(place, *c), right(place, *c))
-        };
-        self.table.key.iter().enumerate().map(each).collect::<Vec<_>>().join(" AND ")
+        same_key(self.table, left, right)
     }
 
     pub(super) fn target_key_is(&self, alias: &str) -> String {

@@ -13,13 +13,6 @@ impl Compiler<'_> {
                 .tombstones
                 .as_ref()
                 .map(|_| format!("WITH {rows}\nSELECT count(*) FROM r WHERE NOT EXISTS (SELECT FROM {target} t WHERE {})", self.target_key_is("r"))),
-            lock_table: format!("LOCK TABLE {target} IN SHARE ROW EXCLUSIVE MODE"),
-            lock_rows: format!(
-                "WITH {rows}\nSELECT 1 FROM (SELECT DISTINCT {keys} FROM r) h JOIN {target} t ON {same} ORDER BY {order} FOR UPDATE OF t",
-                keys = self.keys(""),
-                same = self.target_key_is("h"),
-                order = self.keys("h."),
-            ),
             apply,
         }
     }
