@@ -9,6 +9,7 @@ use pgrx::prelude::*;
 use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::HashMap;
 use std::rc::Rc;
+use stint_core::state::batch;
 use stint_core::state::compile::{self, Kind, Merge};
 use stint_core::state::declare::Declaration;
 
@@ -50,7 +51,7 @@ pub enum Steps {
     /// The declaration ignores it.
     Ignored,
     /// Rows are written.
-    Upsert { unique: Lazy, folded: Lazy, after: Option<Box<After>> },
+    Upsert { single: Lazy, late: Option<Lazy>, unique: Lazy, folded: Lazy, after: Option<Box<After>> },
     /// Rows are removed.
     Remove { absent: Option<Lazy>, apply: Lazy },
 }
@@ -74,7 +75,9 @@ impl Steps {
         match merge {
             Merge::Refused => Steps::Refused,
             Merge::Ignored => Steps::Ignored,
-            Merge::Upsert { unique, folded, after } => Steps::Upsert {
+            Merge::Upsert { single, unique, folded, after } => Steps::Upsert {
+                single: Lazy::new(single.write),
+                late: single.late.map(Lazy::new),
                 unique: Lazy::new(unique),
                 folded: Lazy::new(folded),
                 after: after.map(|after| {
@@ -100,6 +103,8 @@ pub struct Plans {
     pub fields: Vec<String>,
     /// Names a row must use.
     pub keys: Vec<String>,
+    /// Both, as the check of a batch wants them.
+    pub names: batch::Names,
     /// Whether deletes may change rows instead of removing them.
     pub retracts: bool,
     /// Counts the distinct keys.
@@ -145,9 +150,12 @@ impl Plans {
         };
         let names = |indexes: &mut dyn Iterator<Item = usize>| indexes.map(|index| table.columns[index].name.clone()).collect::<Vec<_>>();
         let steps = |kind| Steps::new(compile::compile(&table, &declaration, kind));
+        let fields = names(&mut (0..table.columns.len()).filter(|index| table.columns[*index].written));
+        let keys = names(&mut table.key.iter().copied());
         Plans {
-            fields: names(&mut (0..table.columns.len()).filter(|index| table.columns[*index].written)),
-            keys: names(&mut table.key.iter().copied()),
+            names: batch::Names::new(&fields, &keys),
+            fields,
+            keys,
             retracts: declaration.deletes == stint_core::state::declare::Deletes::Retract,
             count_keys: Lazy::new(compile::count_keys(&table)),
             runs: Lazy::with_kinds(compile::runs(&table)),

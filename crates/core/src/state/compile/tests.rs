@@ -26,8 +26,9 @@ fn table(names: &[&str], key: &[usize], declaration: &Declaration) -> Table {
 fn statements(merge: &Merge) -> Vec<&str> {
     match merge {
         Merge::Refused | Merge::Ignored => Vec::new(),
-        Merge::Upsert { unique, folded, after } => {
-            let mut all = vec![unique.as_str(), folded];
+        Merge::Upsert { single, unique, folded, after } => {
+            let mut all = vec![single.write.as_str(), unique, folded];
+            all.extend(single.late.as_deref());
             if let Some(after) = after {
                 all.extend([after.hit.as_str(), &after.tombstones, &after.forget]);
                 all.extend(after.remove.as_deref().into_iter().chain(after.adjust.as_deref()));
