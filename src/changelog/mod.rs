@@ -7,9 +7,12 @@
 pub mod capture;
 pub mod cause;
 pub mod consumer;
+pub mod documents;
 pub mod epoch;
 pub mod feed;
 pub mod images;
+pub mod page;
 pub mod reader;
+pub mod seen;
 pub mod shape;
 pub mod tick;
