@@ -137,10 +137,9 @@ fn check_shape(plans: &Plans, rows: RawJsonb) -> i32 {
     };
     match batch::check(bytes, &plans.names, usize::try_from(max).unwrap_or(0)) {
         Ok(length) => i32::try_from(length).unwrap_or(max),
-        Err(Misfit::NotAnArray(kind)) => errors::invalid(
-            format!("rows for {table} is a JSON {kind}, not an array"),
-            "Give an array of objects, one per row, as in [{\"id\": 1}].",
-        ),
+        Err(Misfit::NotAnArray(kind)) => {
+            errors::invalid(format!("rows for {table} is a JSON {kind}, not an array"), "Give an array of objects, one per row, as in [{\"id\": 1}].")
+        }
         Err(Misfit::TooLong(length)) => {
             errors::over_limit(format!("rows for {table} has {length} elements; at most {max} fit in one merge"), "stint.max_batch")
         }
@@ -151,10 +150,9 @@ fn check_shape(plans: &Plans, rows: RawJsonb) -> i32 {
         )
         .hint(format!("Every row names the whole primary key: {}.", plans.keys.join(", ")))
         .raise(),
-        Err(Misfit::NotAnObject(row, kind)) => errors::invalid(
-            format!("row {row} for {table} is a JSON {kind}, not an object"),
-            "Each row is an object whose fields are column names.",
-        ),
+        Err(Misfit::NotAnObject(row, kind)) => {
+            errors::invalid(format!("row {row} for {table} is a JSON {kind}, not an object"), "Each row is an object whose fields are column names.")
+        }
         Err(Misfit::Damaged) => errors::internal("a jsonb value is not what jsonb.h describes"),
     }
 }
@@ -261,12 +259,21 @@ fn upsert_single(session: &Session, single: &Lazy, late: Option<&Lazy>, batch: &
 /// What a statement counted; none if it found that it does not fit the batch.
 fn counted(session: &Session, statement: &Lazy, batch: &[spi::Param]) -> Option<Counts> {
     let rows = session.run_prepared(statement.plan(), batch);
-    (!rows.is_empty()).then(|| Counts { inserted: rows.must(0, 1), updated: rows.must(0, 2), deleted: rows.must(0, 3), unchanged: rows.must(0, 4), late: rows.must(0, 5) })
+    (!rows.is_empty()).then(|| Counts {
+        inserted: rows.must(0, 1),
+        updated: rows.must(0, 2),
+        deleted: rows.must(0, 3),
+        unchanged: rows.must(0, 4),
+        late: rows.must(0, 5),
+    })
 }
 
 /// Compares inserted rows with the tombstones as they are now. The rows are locked by having been inserted, so this look is final; the merge's own look may
 /// have been too early, when it waited for the very delete that left the tombstone.
 fn settle_with_tombstones(session: &Session, plans: &Plans, after: &After, batch: &[spi::Param], counts: &mut Counts) {
+    if is_without_pages(plans.tombstones) {
+        return;
+    }
     if keeps_snapshot() {
         let ours: String = session.run_prepared(after.tombstones.plan(), batch).must(0, 1);
         let latest: String = session.run_prepared_latest(after.tombstones.plan(), batch).must(0, 1);
@@ -286,6 +293,18 @@ fn settle_with_tombstones(session: &Session, plans: &Plans, after: &After, batch
         session.run_prepared(adjust.plan(), batch);
     }
     session.run_prepared(after.forget.plan(), batch);
+}
+
+/// Whether a table has no page on disk: then it has no row either, for whoever looks and as of whenever.
+fn is_without_pages(table: Option<pg_sys::Oid>) -> bool {
+    let Some(table) = table else { return false };
+    // SAFETY: opened and closed here; the lock is kept until the transaction ends, as a statement's would be.
+    unsafe {
+        let rel = pg_sys::relation_open(table, pg_sys::AccessShareLock as i32);
+        let pages = pg_sys::RelationGetNumberOfBlocksInFork(rel, pg_sys::ForkNumber::MAIN_FORKNUM);
+        pg_sys::relation_close(rel, pg_sys::NoLock as i32);
+        pages == 0
+    }
 }
 
 /// Removals of one table that remembers sequences go one after the other, so that none takes away a row another has just looked for. Upserts are not held up.

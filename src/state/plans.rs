@@ -2,9 +2,9 @@
 //! or that a schema was renamed; it is then compiled again at the next merge.
 
 use super::config::Config;
-use super::declare::{check, describe, not_declared};
+use super::declare::{check_again, describe, not_declared};
 use crate::relation::Relation;
-use crate::spi::{Prepared, Session};
+use crate::spi::{Prepared, Session, Statement, arg};
 use pgrx::prelude::*;
 use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::HashMap;
@@ -12,6 +12,9 @@ use std::rc::Rc;
 use stint_core::state::batch;
 use stint_core::state::compile::{self, Kind, Merge};
 use stint_core::state::declare::Deletes;
+
+static TOMBSTONES: Statement =
+    Statement::new(c"SELECT c.tombstones::oid FROM stint.state_config c WHERE c.relation = $1", &[pg_sys::OIDOID]);
 
 /// A statement that is prepared when it is first run.
 pub struct Lazy {
@@ -111,6 +114,8 @@ pub struct Plans {
     pub fieldwise: bool,
     /// The field of the rows that carries their kind.
     pub rowkind: Option<String>,
+    /// The table that remembers deleted keys.
+    pub tombstones: Option<pg_sys::Oid>,
     /// Counts the distinct keys.
     pub count_keys: Lazy,
     /// Cuts a batch of several kinds into rounds.
@@ -142,7 +147,7 @@ impl Plans {
         let Some((config, tombstones)) = Config::read(session, oid) else { not_declared(&relation) };
         let mut table = describe(session, &relation, tombstones);
         // Checked again, because columns may have gone since.
-        let declaration = check(&relation, &mut table, &config);
+        let declaration = check_again(&relation, &mut table, &config);
         let names = |indexes: &mut dyn Iterator<Item = usize>| indexes.map(|index| table.columns[index].name.clone()).collect::<Vec<_>>();
         let steps = |kind| Steps::new(compile::compile(&table, &declaration, kind));
         let written = names(&mut (0..table.columns.len()).filter(|index| table.columns[*index].written));
@@ -156,6 +161,7 @@ impl Plans {
             owes: declaration.owes(),
             fieldwise: declaration.fields.iter().any(|field| field.function.is_some()),
             rowkind: config.rowkind,
+            tombstones: session.run(&TOMBSTONES, &[arg(oid)]).get(0, 1),
             count_keys: Lazy::new(compile::count_keys(&table)),
             occurrences: Lazy::new(compile::occurrences(&table)),
             runs: Lazy::with_kinds(compile::runs(&table)),

@@ -122,7 +122,11 @@ pub fn check(bytes: &[u8], names: &Names, max: usize) -> Result<usize, Misfit> {
     let mut given = vec![false; names.keys];
     for (row, child) in batch.children().enumerate() {
         let (kind, data) = child.ok_or(Misfit::Damaged)?;
-        let object = if kind == ENTRY_CONTAINER { Container::open(data).ok_or(Misfit::Damaged)? } else { return Err(Misfit::NotAnObject(row + 1, word(kind, data))) };
+        let object = if kind == ENTRY_CONTAINER {
+            Container::open(data).ok_or(Misfit::Damaged)?
+        } else {
+            return Err(Misfit::NotAnObject(row + 1, word(kind, data)));
+        };
         if object.header & OBJECT == 0 {
             return Err(Misfit::NotAnObject(row + 1, "array"));
         }
@@ -194,7 +198,8 @@ mod tests {
         for (place, value) in children.iter().enumerate() {
             let start = data.len();
             let kind = child(value, &mut data);
-            let entry = if place % 4 == 3 { ENTRY_HAS_OFFSET | u32::try_from(data.len()).unwrap() } else { u32::try_from(data.len() - start).unwrap() };
+            let entry =
+                if place % 4 == 3 { ENTRY_HAS_OFFSET | u32::try_from(data.len()).unwrap() } else { u32::try_from(data.len() - start).unwrap() };
             entries.push(kind | entry);
         }
         [header].iter().chain(&entries).flat_map(|number| number.to_ne_bytes()).chain(data).collect()

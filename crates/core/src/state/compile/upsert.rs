@@ -28,7 +28,10 @@ impl Compiler<'_> {
         match self.older_than_removal() {
             None => format!("f AS (SELECT {names} FROM r WHERE {only})"),
             Some((tombstones, older)) => {
-                format!("f AS (SELECT {names} FROM r LEFT JOIN {tombstones} d ON {} WHERE {only} AND {older} IS NOT TRUE)", self.tombstone_key_is("r"))
+                format!(
+                    "f AS (SELECT {names} FROM r LEFT JOIN {tombstones} d ON {} WHERE {only} AND {older} IS NOT TRUE)",
+                    self.tombstone_key_is("r")
+                )
             }
         }
     }
@@ -74,7 +77,12 @@ impl Compiler<'_> {
             String::from("t.xmax = 0")
         };
         Single {
-            write: format!("WITH {},\n{}\n{}\n  RETURNING {fresh}", row(self.table, &columns), self.unfolded(&columns, "true"), self.insert(&columns)),
+            write: format!(
+                "WITH {},\n{}\n{}\n  RETURNING {fresh}",
+                row(self.table, &columns),
+                self.unfolded(&columns, "true"),
+                self.insert(&columns)
+            ),
             late: self.was_late().map(|late| format!("WITH {}\nSELECT {late} FROM r", row(self.table, &columns))),
         }
     }
@@ -84,7 +92,9 @@ impl Compiler<'_> {
         let columns = self.inputs();
         let late = self.was_late().map_or(String::from("0::bigint"), |late| {
             let wrote = self.same_key(|_, c| format!("w.c{c}"), |_, c| format!("r.c{c}"));
-            format!("CASE WHEN wrote < keys THEN (SELECT count(*) FILTER (WHERE {late}) FROM r WHERE NOT EXISTS (SELECT FROM w WHERE {wrote})) ELSE 0 END")
+            format!(
+                "CASE WHEN wrote < keys THEN (SELECT count(*) FILTER (WHERE {late}) FROM r WHERE NOT EXISTS (SELECT FROM w WHERE {wrote})) ELSE 0 END"
+            )
         });
         let with = format!(
             "{},\nu AS MATERIALIZED (SELECT (SELECT count(*) FROM r) = (SELECT count(*) FROM (SELECT FROM r GROUP BY {}) k) AS distinct_keys),\n{}",
