@@ -156,8 +156,38 @@ CREATE FUNCTION stint.capture() RETURNS trigger
     LANGUAGE c SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'capture_wrapper';
 COMMENT ON FUNCTION stint.capture() IS
 'The trigger function on state tables: writes what a statement changed into the changelog, with the rights of the extension''s owner, reading nothing but the statement''s
-own transition tables (TRUNCATE: the table). An update that leaves a row''s text as it was writes nothing; one that changes the key is a deletion and an insertion.';
+own transition tables (TRUNCATE: the table). On a partition, whose triggers have an argument, it writes for the state table at the root. An update that leaves a row''s text as it was writes nothing; one that changes the key is a deletion and an insertion.';
 REVOKE ALL ON FUNCTION stint.capture() FROM PUBLIC;
+
+CREATE FUNCTION stint.uncaptured() RETURNS TABLE (relation regclass, detail text)
+    LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    WITH tables AS (
+        SELECT c.relation, m.oid AS member, t.oid IS NOT NULL AS partition, m.relkind, m.relpersistence, format('%I.%I', n.nspname, m.relname) AS name
+        FROM stint.captures c
+        LEFT JOIN LATERAL (SELECT p.relid AS oid FROM pg_partition_tree(c.relation) p WHERE p.relid <> c.relation
+                           UNION ALL SELECT NULL) t ON true
+        JOIN pg_class m ON m.oid = coalesce(t.oid, c.relation)
+        JOIN pg_namespace n ON n.oid = m.relnamespace
+    )
+    SELECT t.relation, format('trigger %s of %s is %s', w.name, t.name, CASE WHEN g.oid IS NULL THEN 'missing' ELSE 'disabled' END)
+    FROM tables t
+    CROSS JOIN (VALUES ('_stint_capture_insert'), ('_stint_capture_update'), ('_stint_capture_delete'), ('_stint_capture_truncate')) w (name)
+    LEFT JOIN pg_trigger g ON g.tgrelid = t.member AND g.tgname = w.name AND g.tgfoid = 'stint.capture'::regproc
+    WHERE g.oid IS NULL OR g.tgenabled NOT IN ('O', 'A')
+    UNION ALL
+    SELECT t.relation, format('the subscription "%s" writes to %s, which fires no statement-level triggers', s.subname, t.name)
+    FROM tables t JOIN pg_subscription_rel r ON r.srrelid = t.member JOIN pg_subscription s ON s.oid = r.srsubid
+    UNION ALL
+    SELECT t.relation, format('%s is %s', t.name, CASE WHEN t.relkind = 'f' THEN 'a foreign table' ELSE 'unlogged' END)
+    FROM tables t WHERE t.relkind = 'f' OR t.relpersistence = 'u'
+    UNION ALL
+    SELECT t.relation, format('%s has become a partition', t.name) FROM tables t JOIN pg_class c ON c.oid = t.relation WHERE NOT t.partition AND c.relispartition
+$$;
+COMMENT ON FUNCTION stint.uncaptured() IS
+'What keeps changes of state tables out of the changelog: a capture trigger of the table or of one of its partitions that is missing or disabled, a subscription that writes to it, a table
+that was made unlogged or a partition. One row for each; no row means that every change is captured. Used by stint.check() and stint.doctor(). Takes no locks.';
+REVOKE ALL ON FUNCTION stint.uncaptured() FROM PUBLIC;
 
 CREATE FUNCTION stint.tick() RETURNS bigint
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'tick_wrapper';

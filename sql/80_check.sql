@@ -148,6 +148,8 @@ AS $$
               SELECT 4, date_trunc('month', x.since, 'UTC'), true WHERE x.level = 3 AND x.since < m.months_until) b) l
     GROUP BY l.queue, l.figure, l.level, l.since
     HAVING coalesce(sum(l.amount) FILTER (WHERE NOT l.fine), 0) <> coalesce(sum(l.amount) FILTER (WHERE l.fine), 0)
+    UNION ALL
+    SELECT 'every change of a state table is captured', NULL, NULL, u.detail FROM stint.uncaptured() u
 $$;
 REVOKE ALL ON FUNCTION stint.check() FROM PUBLIC;
 COMMENT ON FUNCTION stint.check() IS

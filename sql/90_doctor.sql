@@ -13,7 +13,7 @@ server AS (
            clock_timestamp() AS now,
            greatest(interval '10 s', 20 * interval '1 ms' * coalesce((SELECT setting::int FROM settings WHERE name = 'stint.naptime'), 500)) AS patience
 ),
-violations AS (SELECT count(*) AS number, min(c.rule) AS rule FROM stint.check() c),
+violations AS (SELECT count(*) AS number, min(c.rule) AS rule FROM stint.check() c WHERE c.rule <> 'every change of a state table is captured'),
 old_transactions AS (
     SELECT format('pid %s, %s in %s, %s for %s', a.pid, a.usename, a.datname, a.state, date_trunc('second', s.now - a.xact_start)) AS who, a.xact_start
       FROM activity a, server s
@@ -99,6 +99,11 @@ findings (number, "check", ok, detail, remedy, advice) AS (
     SELECT 120, 'storage rules hold', v.number = 0, CASE WHEN v.number = 0 THEN 'stint.check() finds nothing' ELSE format('%s violations, such as: %s', v.number, v.rule) END,
            'SELECT * FROM stint.check() names the rows; please report it. A budget that appears once and not again was only in the middle of a claim.', NULL
       FROM violations v
+    UNION ALL
+    SELECT 122, 'changes of state tables are captured', count(*) = 0, coalesce(string_agg(u.detail, '; ' ORDER BY u.detail), 'every state table and partition has its triggers'),
+           'Changes that were missed cannot be told any more. Enable the triggers (ALTER TABLE … ENABLE TRIGGER …); where they are missing, or something else writes past them, mend that and declare the table anew with stint.drop_state and stint.create_state.',
+           NULL
+      FROM stint.uncaptured() u
     UNION ALL
     SELECT 123, 'history partitions are made ahead', count(*) FILTER (WHERE h.latest IS NULL OR h.latest <= s.now) = 0,
            coalesce('not there yet for ' || string_agg(format('class %s (retention %s)', c.class, coalesce(c.retention::text, 'for ever')), ', ') FILTER (WHERE h.latest IS NULL OR h.latest <= s.now),

@@ -1,6 +1,7 @@
 //! `DROP EXTENSION pg_stint` is refused while there are tasks or state tables, unless `stint.allow_drop` is on: nobody loses a company's work queue to a line
-//! that was meant for another database.
+//! that was meant for another database. And partitions of state tables that come or go are told to the changelog.
 
+use crate::changelog::partitions;
 use crate::errors::Fault;
 use crate::guc;
 use crate::spi::{self, Identity, Prepared};
@@ -40,10 +41,13 @@ unsafe extern "C-unwind" fn on_utility(
         if drops_this((*statement).utilityStmt) && !guc::allow_drop() {
             refuse_if_full();
         }
+        let node = (*statement).utilityStmt;
+        let coming = partitions::before(node);
         match NEXT {
             Some(next) => next(statement, text, read_only_tree, context, params, environment, receiver, completion),
             None => pg_sys::standard_ProcessUtility(statement, text, read_only_tree, context, params, environment, receiver, completion),
         }
+        partitions::after(&coming);
     }
 }
 

@@ -1,14 +1,12 @@
 //! The capture triggers: AFTER each statement, from its transition tables, and BEFORE TRUNCATE, from the table.
 //!
 //! Old and new rows of an UPDATE are paired by the text of their primary key, so a row whose key changed is a deletion and an insertion, and rows whose text
-//! stayed as it was are left out. Numbers are drawn after the statement locked its rows. PostgreSQL fires the trigger at the end of a statement; so where a
-//! table's own AFTER ROW trigger changes the same key of the same table again, that change is numbered before the one that caused it, and so is the insertion
-//! before the deletion where one MERGE does both to one key. A server that did not preload the library captures all the same; only
-//! the doorbell stays silent.
+//! stayed as it was are left out. Numbers are drawn after the statement locked its rows, and put in order by [`order`]. A server that did not preload the library
+//! captures all the same; only the doorbell stays silent, and partitions that come or go tell nothing of their rows.
 
 use super::images::{check_types, image_sql, key_sql};
 use super::shape::Shape;
-use super::{cause, epoch};
+use super::{cause, epoch, order, partitions};
 use crate::errors::{self, Fault};
 use crate::relation::Relation;
 use crate::shmem::{self, Instance, bells};
@@ -29,7 +27,8 @@ static DECLARE: Statement = Statement::new(
 );
 static FORGET: Statement = Statement::new(c"DELETE FROM stint.captures WHERE relation = $1", &[pg_sys::OIDOID]);
 static IS_SUBSCRIBED: Statement = Statement::new(
-    c"SELECT s.subname::text FROM pg_subscription_rel r JOIN pg_subscription s ON s.oid = r.srsubid WHERE r.srrelid = $1 ORDER BY 1 LIMIT 1",
+    c"SELECT s.subname::text, r.srrelid::regclass::text FROM pg_subscription_rel r JOIN pg_subscription s ON s.oid = r.srsubid
+      WHERE r.srrelid = $1 OR r.srrelid IN (SELECT t.relid FROM pg_partition_tree($1) t) ORDER BY 1 LIMIT 1",
     &[pg_sys::OIDOID],
 );
 static QUALIFIED_NAME: Statement = Statement::new(
@@ -53,12 +52,6 @@ const TRIGGERS: [(&str, &str); 4] = [
 
 /// Starts to capture a table's changes; called by `create_state`. Refuses tables whose changes would be missed or could not be read back.
 pub fn install(session: &Session, relation: &Relation) {
-    if relation.partitioned {
-        Fault::new(PgSqlErrorCode::ERRCODE_FEATURE_NOT_SUPPORTED, format!("{} cannot be a state table: it is partitioned", relation.qualified))
-            .detail("A row written to a partition directly fires no trigger of the partitioned table, so the changelog would miss it.")
-            .hint("Use an ordinary table.")
-            .raise();
-    }
     let _owner = Identity::owner();
     let subscribed = session.run(&IS_SUBSCRIBED, &[arg(relation.oid)]);
     if !subscribed.is_empty() {
@@ -66,14 +59,17 @@ pub fn install(session: &Session, relation: &Relation) {
             PgSqlErrorCode::ERRCODE_FEATURE_NOT_SUPPORTED,
             format!("{} cannot be a state table: the subscription \"{}\" writes to it", relation.qualified, subscribed.must::<String>(0, 1)),
         )
-        .detail("Logical replication fires no statement-level triggers, so the changelog would miss its changes.")
+        .detail(format!(
+            "Logical replication into {} fires no statement-level triggers, so the changelog would miss its changes.",
+            subscribed.must::<String>(0, 2)
+        ))
         .hint("Subscribe into another table and merge from it.")
         .raise();
     }
     check_types(&relation.qualified, &Shape::load(session, relation.oid));
-    for (name, event) in TRIGGERS {
-        let event = event.replace("{table}", &relation.qualified);
-        session.execute_once(&format!("CREATE TRIGGER {name} {event} FOR EACH STATEMENT EXECUTE FUNCTION stint.capture()"));
+    create_triggers(session, &relation.qualified, false);
+    for partition in partitions::below(session, relation.oid, &relation.qualified) {
+        create_triggers(session, &partition.name, true);
     }
     session.run(&DECLARE, &[arg(relation.oid), arg(epoch::required(session))]);
 }
@@ -81,19 +77,39 @@ pub fn install(session: &Session, relation: &Relation) {
 /// Stops capturing; called by `drop_state`. What was captured stays, since positions count it.
 pub fn remove(session: &Session, relation: &Relation) {
     let _owner = Identity::owner();
-    for (name, _) in TRIGGERS {
-        session.execute_once(&format!("DROP TRIGGER IF EXISTS {name} ON {}", relation.qualified));
-    }
+    partitions::members(session, relation.oid, &relation.qualified).iter().for_each(|table| drop_triggers(session, table));
     session.run(&FORGET, &[arg(relation.oid)]);
+}
+
+/// Makes a table's capture triggers; those of a partition say that what they tell belongs to its root.
+pub fn create_triggers(session: &Session, table: &str, partition: bool) {
+    let of = if partition { "'partition'" } else { "" };
+    for (name, event) in TRIGGERS {
+        let event = event.replace("{table}", table);
+        session.execute_once(&format!("CREATE OR REPLACE TRIGGER {name} {event} FOR EACH STATEMENT EXECUTE FUNCTION stint.capture({of})"));
+    }
+}
+
+/// Drops what [`create_triggers`] made.
+pub fn drop_triggers(session: &Session, table: &str) {
+    for (name, _) in TRIGGERS {
+        session.execute_once(&format!("DROP TRIGGER IF EXISTS {name} ON {table}"));
+    }
 }
 
 /// What a statement did to the table.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-enum Event {
+pub enum Event {
+    /// Rows came.
     Insert,
+    /// Rows changed.
     Update,
+    /// Rows went.
     Delete,
+    /// All rows go.
     Truncate,
+    /// The table joins a partitioned one with all its rows.
+    Join,
 }
 
 /// A table's compiled capture statements, as long as its columns and key stay as they are.
@@ -138,8 +154,9 @@ pub unsafe extern "C-unwind" fn capture_wrapper(fcinfo: pg_sys::FunctionCallInfo
 }
 
 unsafe fn capture(trigger: *mut pg_sys::TriggerData) {
+    let ended = order::statement();
     // SAFETY: fields of the trigger data; transition tables are null or tuple stores.
-    let (event, rel, empty) = unsafe {
+    let (event, rel, of_partition, empty) = unsafe {
         let data = &*trigger;
         let event = match data.tg_event & pg_sys::TRIGGER_EVENT_OPMASK {
             pg_sys::TRIGGER_EVENT_INSERT => Event::Insert,
@@ -148,32 +165,68 @@ unsafe fn capture(trigger: *mut pg_sys::TriggerData) {
             _ => Event::Truncate,
         };
         let is_empty = |store: *mut pg_sys::Tuplestorestate| store.is_null() || pg_sys::tuplestore_tuple_count(store) == 0;
-        (event, data.tg_relation, event != Event::Truncate && is_empty(data.tg_oldtable) && is_empty(data.tg_newtable))
+        (
+            event,
+            data.tg_relation,
+            (*data.tg_trigger).tgnargs > 0,
+            event != Event::Truncate && is_empty(data.tg_oldtable) && is_empty(data.tg_newtable),
+        )
     };
     if empty {
         return;
     }
     // SAFETY: the relation is open and locked by the statement.
-    let (oid, fingerprint) = unsafe { ((*rel).rd_id, fingerprint(rel)) };
-    let written = connect(|session| {
+    let (oid, shape_now) = unsafe { ((*rel).rd_id, fingerprint(rel)) };
+    let told = connect(|session| {
         // SAFETY: makes the transition tables known by name in this SPI level.
         unsafe { pg_sys::SPI_register_trigger_data(trigger) };
         let _owner = Identity::owner();
-        let causes = cause::of(oid);
-        let (statement, layout) = statement(session, oid, fingerprint, event, causes.is_some());
-        let mut params = vec![arg(oid), arg(layout), arg(Instant::now()), arg(epoch::required(session))];
+        let (table, fingerprint) = if of_partition {
+            // What was detached without our seeing it keeps its triggers, and belongs to nobody.
+            let root = partitions::root_of(session, oid)?;
+            (root, shape_now.rotate_left(1) ^ root_fingerprint(root))
+        } else {
+            (oid, shape_now)
+        };
+        let causes = cause::of(table);
+        let (statement, layout) = statement(session, Source { written: oid, table }, fingerprint, event, causes.is_some());
+        let epoch = epoch::required(session);
+        let mut params = vec![arg(table), arg(layout), arg(Instant::now()), arg(epoch)];
         if let Some((keys, events)) = causes {
             params.extend([arg(keys), arg(events)]);
         }
-        if event == Event::Truncate {
+        let wrote = order::next_write();
+        let written = if event == Event::Truncate {
             // The table is locked against everybody; under REPEATABLE READ the transaction's own snapshot may be older than the rows that vanish.
             session.run_prepared_latest(&statement, &params).len()
         } else {
             session.run_prepared(&statement, &params).len()
-        }
+        };
+        (written > 0).then(|| {
+            order::settle(session, epoch, table, ended, wrote, event != Event::Insert);
+            table
+        })
     });
-    if written > 0 && shmem::get().is_some() {
-        bells::ring(Instance::here(), bells::Kind::Changes, oid.to_u32());
+    if let Some(table) = told {
+        ring(table);
+    }
+}
+
+fn ring(table: pg_sys::Oid) {
+    if shmem::get().is_some() {
+        bells::ring(Instance::here(), bells::Kind::Changes, table.to_u32());
+    }
+}
+
+/// Logs all rows of a partition as inserted or deleted, since it joins the state table or leaves it. The partition is locked against everybody.
+pub fn whole(session: &Session, table: pg_sys::Oid, name: &str, event: Event) {
+    let shape = fit_shape(session, table, name);
+    let (layout, _) = layout(session, table, &shape);
+    let statement = Prepared::new(&sql(&shape, name, event, false), &TYPES[..4]);
+    let epoch = epoch::required(session);
+    let written = session.run_prepared_latest(&statement, &[arg(table), arg(layout), arg(Instant::now()), arg(epoch)]);
+    if !written.is_empty() {
+        ring(table);
     }
 }
 
@@ -199,8 +252,50 @@ unsafe fn fingerprint(rel: pg_sys::Relation) -> u64 {
     hash
 }
 
+/// The fingerprint of the table that a partition belongs to. PostgreSQL looks at a partition's parent under the same lock.
+fn root_fingerprint(root: pg_sys::Oid) -> u64 {
+    // SAFETY: opened and closed here.
+    unsafe {
+        let rel = pg_sys::relation_open(root, pg_sys::AccessShareLock as i32);
+        let found = fingerprint(rel);
+        pg_sys::relation_close(rel, pg_sys::AccessShareLock as i32);
+        found ^ u64::from(root.to_u32())
+    }
+}
+
+/// The table that a statement wrote to, and the state table that it belongs to: itself, or the root above it.
+#[derive(Clone, Copy)]
+struct Source {
+    written: pg_sys::Oid,
+    table: pg_sys::Oid,
+}
+
+const TYPES: [pg_sys::Oid; 6] =
+    [pg_sys::OIDOID, pg_sys::INT4OID, pg_sys::TIMESTAMPTZOID, pg_sys::INT4OID, pg_sys::TEXTARRAYOID, pg_sys::INT8ARRAYOID];
+
+/// The state table's shape, which must have a key.
+fn fit_shape(session: &Session, table: pg_sys::Oid, name: &str) -> Shape {
+    let shape = Shape::load(session, table);
+    if shape.key.is_empty() {
+        Fault::new(PgSqlErrorCode::ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE, format!("the state table {name} has lost its primary key"))
+            .hint("Add the primary key again, or run stint.drop_state.")
+            .raise();
+    }
+    shape
+}
+
+/// The number of the layout that a shape's images have, and whether it was there already.
+fn layout(session: &Session, table: pg_sys::Oid, shape: &Shape) -> (i32, bool) {
+    let columns: Vec<Option<String>> = shape.places().iter().map(|place| place.map(|column| column.name.clone())).collect();
+    match session.run(&LAYOUT, &[arg(table), arg(columns.clone())]).get(0, 1) {
+        Some(layout) => (layout, true),
+        None => (session.run(&ADD_LAYOUT, &[arg(table), arg(columns)]).must(0, 1), false),
+    }
+}
+
 /// The statement for an event and the layout its images have, compiled when first needed.
-fn statement(session: &Session, oid: pg_sys::Oid, fingerprint: u64, event: Event, caused: bool) -> (Rc<Prepared>, i32) {
+fn statement(session: &Session, of: Source, fingerprint: u64, event: Event, caused: bool) -> (Rc<Prepared>, i32) {
+    let oid = of.written;
     let known = COMPILED.with_borrow(|all| {
         let table = all.get(&oid.to_u32()).filter(|table| table.fingerprint == fingerprint)?;
         Some((table.statements.get(&(event, caused)).cloned(), table.layout))
@@ -209,21 +304,13 @@ fn statement(session: &Session, oid: pg_sys::Oid, fingerprint: u64, event: Event
         return (statement, layout);
     }
     let Some(name) = name_of(session, oid) else { errors::internal("the table of a trigger is not in the catalogue") };
-    let shape = Shape::load(session, oid);
-    if shape.key.is_empty() {
-        Fault::new(PgSqlErrorCode::ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE, format!("the state table {name} has lost its primary key"))
-            .hint("Add the primary key again, or run stint.drop_state.")
-            .raise();
-    }
-    let columns: Vec<Option<String>> = shape.places().iter().map(|place| place.map(|column| column.name.clone())).collect();
-    let found = session.run(&LAYOUT, &[arg(oid), arg(columns.clone())]);
-    let types = [pg_sys::OIDOID, pg_sys::INT4OID, pg_sys::TIMESTAMPTZOID, pg_sys::INT4OID, pg_sys::TEXTARRAYOID, pg_sys::INT8ARRAYOID];
-    let statement = Rc::new(Prepared::new(&sql(&shape, &name, event, caused), if caused { &types } else { &types[..4] }));
-    if found.is_empty() {
+    let shape = fit_shape(session, of.table, &name);
+    let (layout, known) = layout(session, of.table, &shape);
+    let statement = Rc::new(Prepared::new(&sql(&shape, &name, event, caused), if caused { &TYPES } else { &TYPES[..4] }));
+    if !known {
         // A layout made now could be rolled back, so it is not remembered; the next statement finds it.
-        return (statement, session.run(&ADD_LAYOUT, &[arg(oid), arg(columns)]).must(0, 1));
+        return (statement, layout);
     }
-    let layout: i32 = found.must(0, 1);
     COMPILED.with_borrow_mut(|all| {
         let table = all.entry(oid.to_u32()).or_insert_with(|| Compiled { fingerprint, layout, statements: HashMap::new() });
         if table.fingerprint != fingerprint || table.layout != layout {
@@ -242,6 +329,7 @@ fn sql(shape: &Shape, table: &str, event: Event, caused: bool) -> String {
     let changes = match event {
         Event::Insert => format!("SELECT 'I' AS kind, {} AS key, NULL::text[] AS before, {} AS after FROM stint_new n", key("n"), image("n")),
         Event::Delete => format!("SELECT 'D' AS kind, {} AS key, {} AS before, NULL::text[] AS after FROM stint_old o", key("o"), image("o")),
+        Event::Join => format!("SELECT 'I' AS kind, {} AS key, NULL::text[] AS before, {} AS after FROM ONLY {table} n", key("n"), image("n")),
         Event::Truncate => format!("SELECT 'D' AS kind, {} AS key, {} AS before, NULL::text[] AS after FROM ONLY {table} o", key("o"), image("o")),
         Event::Update => format!(
             "SELECT CASE WHEN o.key IS NULL THEN 'I' WHEN n.key IS NULL THEN 'D' ELSE 'U' END AS kind,

@@ -37,9 +37,12 @@ static DELETE: Statement = Statement::new(
 // A table dropped without drop_state leaves its declaration behind; its oid may come back.
 static FORGET_DROPPED: Statement =
     Statement::new(c"DELETE FROM stint.state_config c WHERE NOT EXISTS (SELECT FROM pg_class t WHERE t.oid = c.relation)", &[]);
+// A table of that name with the comment that create_state writes, and that no declaration names, was left behind when the extension was dropped.
 static BESIDE: Statement = Statement::new(
-    c"SELECT format('%I.%I', $1, $2), to_regclass(format('%I.%I', $1, $2)) IS NOT NULL,
-             format('%I', (SELECT rolname FROM pg_roles WHERE oid = $3))",
+    c"SELECT b.name, t.oid IS NOT NULL, format('%I', (SELECT rolname FROM pg_roles WHERE oid = $3)),
+             coalesce(t.relowner = $3 AND obj_description(t.oid, 'pg_class') LIKE 'Sequences of the deleted keys of % Kept by stint.merge.'
+                      AND NOT EXISTS (SELECT FROM stint.state_config c WHERE c.tombstones = t.oid), false)
+      FROM (SELECT format('%I.%I', $1, $2) AS name) b LEFT JOIN pg_class t ON t.oid = to_regclass(b.name)",
     &[pg_sys::TEXTOID, pg_sys::TEXTOID, pg_sys::OIDOID],
 );
 
@@ -106,14 +109,23 @@ fn family(session: &Session, type_oid: pg_sys::Oid) -> (Family, String) {
 
 /// Checks a declaration against the table and gives its defaults to the columns.
 pub fn check(relation: &Relation, table: &mut state::Table, config: &Config) -> Declaration {
-    let declaration = match Declaration::check(table, &config.told()) {
-        Ok(declaration) => declaration,
-        Err(refusal) => raise(refusal, relation),
-    };
+    checked(table, config).unwrap_or_else(|refusal| raise(refusal, relation))
+}
+
+/// As [`check`], for a table that was declared before and may have been altered since.
+pub fn check_again(relation: &Relation, table: &mut state::Table, config: &Config) -> Declaration {
+    checked(table, config).unwrap_or_else(|refusal| {
+        let hint = "The table was altered after it was declared: undo that, or run stint.drop_state and declare it anew; its rows stay.";
+        raise(Refusal { hint: hint.into(), ..refusal }, relation)
+    })
+}
+
+fn checked(table: &mut state::Table, config: &Config) -> Result<Declaration, Refusal> {
+    let declaration = Declaration::check(table, &config.told())?;
     for (column, field) in table.columns.iter_mut().zip(&declaration.fields) {
         column.default.clone_from(&field.default);
     }
-    declaration
+    Ok(declaration)
 }
 
 /// Has PostgreSQL read the defaults as the columns' types, as every merge will.
@@ -215,7 +227,9 @@ pub fn create_tombstones(session: &Session, relation: &Relation, table: &state::
     }
     let rows = session.run(&BESIDE, &[arg(relation.schema.as_str()), arg(format!("{base}{SUFFIX}")), arg(relation.owner)]);
     let (name, there, owner): (String, bool, String) = (rows.must(0, 1), rows.must(0, 2), rows.must(0, 3));
-    if there {
+    if rows.must(0, 4) {
+        session.execute_once(&format!("DROP TABLE {name}"));
+    } else if there {
         errors::exists("relation", &name, "Rename it: a state table with a sequence keeps the sequences of its deleted keys there.");
     }
     session.execute_once(&compile::create_tombstones(table, declaration, &name));

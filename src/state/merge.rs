@@ -4,29 +4,16 @@ use super::plans::{self, After, Lazy, Plans, Steps};
 use super::{rights, rounds};
 use crate::errors::{self, Fault};
 use crate::guc;
-use crate::spi::{self, Identity, Session, Statement, arg};
+use crate::spi::{self, Identity, Session, arg};
 use crate::values::RawJsonb;
 use pgrx::pg_sys::panic::CaughtError;
 use pgrx::prelude::*;
+use pgrx::varlena;
 use std::panic::AssertUnwindSafe;
 use stint_core::names::nearest;
+use stint_core::state::batch::{self, Misfit};
 use stint_core::state::compile::{KINDS, Kind};
 use stint_core::state::declare::Deletes;
-
-// The shape of a batch: its type and length, and of the first row that will not do its ordinal, its type, a field that is no column, a key column without a value.
-static SHAPE: Statement = Statement::new(
-    c"SELECT jsonb_typeof($1), n.rows, bad.ord, bad.kind, bad.field, bad.lacks
-      FROM (SELECT CASE WHEN jsonb_typeof($1) = 'array' THEN jsonb_array_length($1) ELSE 0 END) n (rows)
-      LEFT JOIN LATERAL (
-          SELECT e.ord, jsonb_typeof(e.row) AS kind,
-                 CASE WHEN jsonb_typeof(e.row) = 'object' THEN (SELECT min(k) FROM jsonb_object_keys(e.row) k WHERE k <> ALL ($2)) END AS field,
-                 CASE WHEN jsonb_typeof(e.row) = 'object' THEN (SELECT k FROM unnest($3) k WHERE e.row ->> k IS NULL LIMIT 1) END AS lacks
-          FROM jsonb_array_elements(CASE WHEN jsonb_typeof($1) = 'array' AND n.rows <= $4 THEN $1 ELSE '[]' END) WITH ORDINALITY e (row, ord)
-          WHERE CASE WHEN jsonb_typeof(e.row) = 'object' THEN (e.row - $2) <> '{}' OR NOT jsonb_strip_nulls(e.row) ?& $3 ELSE true END
-          ORDER BY e.ord LIMIT 1
-      ) bad ON true",
-    &[pg_sys::JSONBOID, pg_sys::TEXTARRAYOID, pg_sys::TEXTARRAYOID, pg_sys::INT4OID],
-);
 
 /// What a merge did, in keys; `late` in rows. A batch of several kinds counts a key once for each run of rows of one kind.
 #[derive(Clone, Copy, Default)]
@@ -67,12 +54,13 @@ fn merge(
     let identity = Identity::owner();
     let counts = spi::connect(|session| {
         let plans = plans::of(session, oid);
+        let rows = detoasted(rows);
         let Some(rowkind) = &plans.rowkind else {
             check_rights(&plans, identity.caller(), kind);
-            let length = check_shape(session, &plans, rows);
+            let length = check_shape(&plans, rows);
             return as_owner(&plans, || apply(session, &plans, kind, rows, length));
         };
-        let length = check_shape(session, &plans, rows);
+        let length = check_shape(&plans, rows);
         let kinds = rounds::kinds_of_rows(session, &plans.relation, rows, rowkind, kind);
         KINDS.into_iter().filter(|known| kinds.contains(known)).for_each(|kind| check_rights(&plans, identity.caller(), kind));
         write(session, &plans, rows, &kinds, length)
@@ -84,7 +72,8 @@ fn merge(
 /// it has done so.
 pub fn fold(session: &Session, relation: pg_sys::Oid, rows: RawJsonb, kinds: &[Kind]) -> Counts {
     let plans = plans::of(session, relation);
-    let length = check_shape(session, &plans, rows);
+    let rows = detoasted(rows);
+    let length = check_shape(&plans, rows);
     if usize::try_from(length) != Ok(kinds.len()) {
         errors::internal(&format!("{} kinds were given for {length} rows", kinds.len()));
     }
@@ -138,34 +127,43 @@ fn check_rights(plans: &Plans, caller: pg_sys::Oid, kind: Kind) {
 }
 
 /// Refuses a batch that is not an array of objects that name columns and a whole key; returns its length.
-fn check_shape(session: &Session, plans: &Plans, rows: RawJsonb) -> i32 {
+fn check_shape(plans: &Plans, rows: RawJsonb) -> i32 {
     let max = guc::max_batch();
-    let seen = session.run(&SHAPE, &[arg(rows), arg(plans.fields.clone()), arg(plans.keys.clone()), arg(max)]);
-    let kind: String = seen.must(0, 1);
     let table = &plans.relation.qualified;
-    if kind != "array" {
-        errors::invalid(format!("rows for {table} is a JSON {kind}, not an array"), "Give an array of objects, one per row, as in [{\"id\": 1}].");
+    // SAFETY: a detoasted jsonb, alive through the call.
+    let bytes = unsafe {
+        let value = rows.0.cast_mut_ptr::<pg_sys::varlena>();
+        std::slice::from_raw_parts(varlena::vardata_any(value).cast::<u8>(), varlena::varsize_any_exhdr(value))
+    };
+    match batch::check(bytes, &plans.names, usize::try_from(max).unwrap_or(0)) {
+        Ok(length) => i32::try_from(length).unwrap_or(max),
+        Err(Misfit::NotAnArray(kind)) => {
+            errors::invalid(format!("rows for {table} is a JSON {kind}, not an array"), "Give an array of objects, one per row, as in [{\"id\": 1}].")
+        }
+        Err(Misfit::TooLong(length)) => {
+            errors::over_limit(format!("rows for {table} has {length} elements; at most {max} fit in one merge"), "stint.max_batch")
+        }
+        Err(Misfit::NoSuchField(row, field)) => no_such_field(plans, row, &field),
+        Err(Misfit::NoKey(row, key)) => Fault::new(
+            PgSqlErrorCode::ERRCODE_NOT_NULL_VIOLATION,
+            format!("row {row} for {table} has no value for key column \"{}\"", plans.keys[key]),
+        )
+        .hint(format!("Every row names the whole primary key: {}.", plans.keys.join(", ")))
+        .raise(),
+        Err(Misfit::NotAnObject(row, kind)) => {
+            errors::invalid(format!("row {row} for {table} is a JSON {kind}, not an object"), "Each row is an object whose fields are column names.")
+        }
+        Err(Misfit::Damaged) => errors::internal("a jsonb value is not what jsonb.h describes"),
     }
-    let length: i32 = seen.must(0, 2);
-    if length > max {
-        errors::over_limit(format!("rows for {table} has {length} elements; at most {max} fit in one merge"), "stint.max_batch");
-    }
-    let Some(ord) = seen.get::<i64>(0, 3) else { return length };
-    if let Some(field) = seen.get::<String>(0, 5) {
-        no_such_field(plans, ord, &field);
-    }
-    if let Some(lacks) = seen.get::<String>(0, 6) {
-        Fault::new(PgSqlErrorCode::ERRCODE_NOT_NULL_VIOLATION, format!("row {ord} for {table} has no value for key column \"{lacks}\""))
-            .hint(format!("Every row names the whole primary key: {}.", plans.keys.join(", ")))
-            .raise();
-    }
-    errors::invalid(
-        format!("row {ord} for {table} is a JSON {}, not an object", seen.must::<String>(0, 4)),
-        "Each row is an object whose fields are column names.",
-    )
 }
 
-fn no_such_field(plans: &Plans, ord: i64, field: &str) -> ! {
+/// The batch in memory, uncompressed, so that the statements that take it need not do that each.
+fn detoasted(rows: RawJsonb) -> RawJsonb {
+    // SAFETY: a jsonb datum; the copy, where one is made, lives as long as the call.
+    RawJsonb(unsafe { pg_sys::pg_detoast_datum(rows.0.cast_mut_ptr()) }.into())
+}
+
+fn no_such_field(plans: &Plans, ord: usize, field: &str) -> ! {
     let table = &plans.relation.qualified;
     if plans.relation.columns.iter().any(|column| column.name == field) {
         Fault::new(PgSqlErrorCode::ERRCODE_GENERATED_ALWAYS, format!("row {ord} names column \"{field}\" of {table}, which PostgreSQL fills itself"))
@@ -215,22 +213,18 @@ pub fn apply(session: &Session, plans: &Plans, kind: Kind, rows: RawJsonb, lengt
         .hint("Declare it with another deletes policy: 'ignore', or where the engine has them 'remove' or 'retract'.")
         .raise();
     }
-    let keys = match length {
-        0 => return Counts::default(),
-        1 => 1,
-        _ => session.run_prepared(plans.count_keys.plan(), &batch).must(0, 1),
-    };
-    let repeats = keys < i64::from(length);
+    let count_keys = || if length == 1 { 1 } else { session.run_prepared(plans.count_keys.plan(), &batch).must::<i64>(0, 1) };
     match steps {
+        _ if length == 0 => Counts::default(),
         Steps::Refused => Counts::default(),
-        Steps::Ignored => Counts { unchanged: keys, ..Counts::default() },
-        Steps::Upsert { unique, folded, after } => {
-            let statement = match folded {
-                _ if !repeats => unique,
-                Some(folded) => folded,
-                None => return rounds::occurrences(session, plans, kind, rows),
+        Steps::Ignored => Counts { unchanged: count_keys(), ..Counts::default() },
+        Steps::Upsert { single, late, unique, folded, after } => {
+            let written = if length == 1 { Some(upsert_single(session, single, late.as_ref(), &batch)) } else { counted(session, unique, &batch) };
+            let mut counts = match (written, folded) {
+                (Some(counts), _) => counts,
+                (None, Some(folded)) => counted(session, folded, &batch).unwrap_or_default(),
+                (None, None) => return rounds::occurrences(session, plans, kind, rows),
             };
-            let mut counts = counted(session, statement, &batch);
             if let Some(after) = after
                 && counts.inserted > 0
             {
@@ -238,7 +232,7 @@ pub fn apply(session: &Session, plans: &Plans, kind: Kind, rows: RawJsonb, lengt
             }
             counts
         }
-        Steps::Remove { folds: false, .. } if repeats => rounds::occurrences(session, plans, kind, rows),
+        Steps::Remove { folds: false, .. } if count_keys() < i64::from(length) => rounds::occurrences(session, plans, kind, rows),
         Steps::Remove { absent, owe, apply, .. } => {
             lock_for_removal(session, plans, absent.as_ref(), &batch);
             if let Some(owe) = owe {
@@ -246,19 +240,40 @@ pub fn apply(session: &Session, plans: &Plans, kind: Kind, rows: RawJsonb, lengt
                 // Those that somebody else has inserted meanwhile are not ours yet.
                 session.run_prepared(plans.lock_rows.plan(), &batch);
             }
-            counted(session, apply, &batch)
+            counted(session, apply, &batch).unwrap_or_default()
         }
     }
 }
 
-fn counted(session: &Session, statement: &Lazy, batch: &[spi::Param]) -> Counts {
+/// One row. Where it writes nothing it has locked the row that is there, so a second look sees what it met.
+fn upsert_single(session: &Session, single: &Lazy, late: Option<&Lazy>, batch: &[spi::Param]) -> Counts {
+    let written = session.run_prepared(single.plan(), batch);
+    if !written.is_empty() {
+        let fresh = i64::from(written.must::<bool>(0, 1));
+        return Counts { inserted: fresh, updated: 1 - fresh, ..Counts::default() };
+    }
+    let late = i64::from(late.is_some_and(|late| session.run_prepared(late.plan(), batch).must(0, 1)));
+    Counts { unchanged: 1 - late, late, ..Counts::default() }
+}
+
+/// What a statement counted; none if it found that it does not fit the batch.
+fn counted(session: &Session, statement: &Lazy, batch: &[spi::Param]) -> Option<Counts> {
     let rows = session.run_prepared(statement.plan(), batch);
-    Counts { inserted: rows.must(0, 1), updated: rows.must(0, 2), deleted: rows.must(0, 3), unchanged: rows.must(0, 4), late: rows.must(0, 5) }
+    (!rows.is_empty()).then(|| Counts {
+        inserted: rows.must(0, 1),
+        updated: rows.must(0, 2),
+        deleted: rows.must(0, 3),
+        unchanged: rows.must(0, 4),
+        late: rows.must(0, 5),
+    })
 }
 
 /// Compares inserted rows with the tombstones as they are now. The rows are locked by having been inserted, so this look is final; the merge's own look may
 /// have been too early, when it waited for the very delete that left the tombstone.
 fn settle_with_tombstones(session: &Session, plans: &Plans, after: &After, batch: &[spi::Param], counts: &mut Counts) {
+    if is_without_pages(plans.tombstones) {
+        return;
+    }
     if keeps_snapshot() {
         let ours: String = session.run_prepared(after.tombstones.plan(), batch).must(0, 1);
         let latest: String = session.run_prepared_latest(after.tombstones.plan(), batch).must(0, 1);
@@ -278,6 +293,18 @@ fn settle_with_tombstones(session: &Session, plans: &Plans, after: &After, batch
         session.run_prepared(adjust.plan(), batch);
     }
     session.run_prepared(after.forget.plan(), batch);
+}
+
+/// Whether a table has no page on disk: then it has no row either, for whoever looks and as of whenever.
+fn is_without_pages(table: Option<pg_sys::Oid>) -> bool {
+    let Some(table) = table else { return false };
+    // SAFETY: opened and closed here; the lock is kept until the transaction ends, as a statement's would be.
+    unsafe {
+        let rel = pg_sys::relation_open(table, pg_sys::AccessShareLock as i32);
+        let pages = pg_sys::RelationGetNumberOfBlocksInFork(rel, pg_sys::ForkNumber::MAIN_FORKNUM);
+        pg_sys::relation_close(rel, pg_sys::NoLock as i32);
+        pages == 0
+    }
 }
 
 /// Removals of one table that remembers sequences go one after the other, so that none takes away a row another has just looked for. Upserts are not held up.

@@ -2,15 +2,19 @@
 //! or that a schema was renamed; it is then compiled again at the next merge.
 
 use super::config::Config;
-use super::declare::{check, describe, not_declared};
+use super::declare::{check_again, describe, not_declared};
 use crate::relation::Relation;
-use crate::spi::{Prepared, Session};
+use crate::spi::{Prepared, Session, Statement, arg};
 use pgrx::prelude::*;
 use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::HashMap;
 use std::rc::Rc;
+use stint_core::state::batch;
 use stint_core::state::compile::{self, Kind, Merge};
 use stint_core::state::declare::Deletes;
+
+static TOMBSTONES: Statement =
+    Statement::new(c"SELECT c.tombstones::oid FROM stint.state_config c WHERE c.relation = $1", &[pg_sys::OIDOID]);
 
 /// A statement that is prepared when it is first run.
 pub struct Lazy {
@@ -43,7 +47,7 @@ pub enum Steps {
     /// The declaration ignores it.
     Ignored,
     /// Rows are written.
-    Upsert { unique: Lazy, folded: Option<Lazy>, after: Option<Box<After>> },
+    Upsert { single: Lazy, late: Option<Lazy>, unique: Lazy, folded: Option<Lazy>, after: Option<Box<After>> },
     /// Rows are removed.
     Remove { absent: Option<Lazy>, owe: Option<Lazy>, apply: Lazy, folds: bool },
 }
@@ -67,7 +71,9 @@ impl Steps {
         match merge {
             Merge::Refused => Steps::Refused,
             Merge::Ignored => Steps::Ignored,
-            Merge::Upsert { unique, folded, after } => Steps::Upsert {
+            Merge::Upsert { single, unique, folded, after } => Steps::Upsert {
+                single: Lazy::new(single.write),
+                late: single.late.map(Lazy::new),
                 unique: Lazy::new(unique),
                 folded: folded.map(Lazy::new),
                 after: after.map(|after| {
@@ -98,6 +104,8 @@ pub struct Plans {
     pub fields: Vec<String>,
     /// Names a row must use.
     pub keys: Vec<String>,
+    /// Both, as the check of a batch wants them.
+    pub names: batch::Names,
     /// What deletes do.
     pub deletes: Deletes,
     /// Whether a retraction may make a row.
@@ -106,6 +114,8 @@ pub struct Plans {
     pub fieldwise: bool,
     /// The field of the rows that carries their kind.
     pub rowkind: Option<String>,
+    /// The table that remembers deleted keys.
+    pub tombstones: Option<pg_sys::Oid>,
     /// Counts the distinct keys.
     pub count_keys: Lazy,
     /// Cuts a batch of several kinds into rounds.
@@ -137,19 +147,21 @@ impl Plans {
         let Some((config, tombstones)) = Config::read(session, oid) else { not_declared(&relation) };
         let mut table = describe(session, &relation, tombstones);
         // Checked again, because columns may have gone since.
-        let declaration = check(&relation, &mut table, &config);
+        let declaration = check_again(&relation, &mut table, &config);
         let names = |indexes: &mut dyn Iterator<Item = usize>| indexes.map(|index| table.columns[index].name.clone()).collect::<Vec<_>>();
         let steps = |kind| Steps::new(compile::compile(&table, &declaration, kind));
+        let written = names(&mut (0..table.columns.len()).filter(|index| table.columns[*index].written));
+        let fields: Vec<String> = written.into_iter().chain(config.rowkind.clone().filter(|name| table.find(name).is_none())).collect();
+        let keys = names(&mut table.key.iter().copied());
         Plans {
-            fields: names(&mut (0..table.columns.len()).filter(|index| table.columns[*index].written))
-                .into_iter()
-                .chain(config.rowkind.clone().filter(|name| table.find(name).is_none()))
-                .collect(),
-            keys: names(&mut table.key.iter().copied()),
+            names: batch::Names::new(&fields, &keys),
+            fields,
+            keys,
             deletes: declaration.deletes,
             owes: declaration.owes(),
             fieldwise: declaration.fields.iter().any(|field| field.function.is_some()),
             rowkind: config.rowkind,
+            tombstones: session.run(&TOMBSTONES, &[arg(oid)]).get(0, 1),
             count_keys: Lazy::new(compile::count_keys(&table)),
             occurrences: Lazy::new(compile::occurrences(&table)),
             runs: Lazy::with_kinds(compile::runs(&table)),

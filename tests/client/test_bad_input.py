@@ -95,6 +95,7 @@ CALLS = {
     "alter_state": {"relation": "goods", "deletes": "ignore"},
     "drop_state": {"relation": "goods"},
     "merge": {"relation": "goods", "rows": '[{"id": 2, "name": "b", "at": "2026-01-01"}]'},
+    "uncaptured": {},
     "tick": {},
     "changes": {"relation": "goods"},
     "export_changes": {"relation": "goods"},

@@ -51,7 +51,9 @@ pub enum Merge {
     Ignored,
     /// Rows are written.
     Upsert {
-        /// For a batch in which no key comes twice.
+        /// For a batch of one row.
+        single: Single,
+        /// For a batch in which no key comes twice; returns no row and writes nothing where one does.
         unique: String,
         /// For any batch; none where a batch in which keys come again goes in rounds, one row of each key at a time ([`occurrences`]).
         folded: Option<String>,
@@ -60,6 +62,15 @@ pub enum Merge {
     },
     /// Rows are deleted, or fields of theirs set to null.
     Remove(Removal),
+}
+
+/// The statements for a batch of one row.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Single {
+    /// Writes it; returns whether it is new, or no row where nothing is written.
+    pub write: String,
+    /// Returns whether a row that wrote nothing was late; none where no row can be.
+    pub late: Option<String>,
 }
 
 /// The statements after an upsert that inserted keys: they run with fresh snapshots while the inserted rows are locked, so they also see a delete that the
@@ -93,7 +104,7 @@ pub struct Removal {
 
 /// Returns the number of distinct keys.
 pub fn count_keys(table: &Table) -> String {
-    format!("WITH {}\nSELECT count(DISTINCT ROW({})) FROM r", rows(table, &table.key), list(&table.key, |c| format!("c{c}")))
+    format!("WITH {}\nSELECT count(*) FROM (SELECT FROM r GROUP BY {}) k", rows(table, &table.key), list(&table.key, |c| format!("c{c}")))
 }
 
 /// Cuts a batch into rounds, `$2 text[]` being the kind of each of its rows: round i holds the i-th run of rows of one kind of each key, so that rounds done one
@@ -198,14 +209,25 @@ fn list<T: Copy>(items: &[T], each: impl Fn(T) -> String) -> String {
 
 /// The batch as typed rows with their ordinal; PostgreSQL reads the values.
 fn rows(table: &Table, columns: &[usize]) -> String {
-    let definitions = list(columns, |c| format!("{} {}", table.columns[c].quoted, table.columns[c].type_sql));
-    let names = list(columns, |c| format!("c{c}"));
+    let (definitions, names, values) = read(table, columns);
+    let selected = if values == names { String::from("*") } else { format!("{values}, ord") };
+    format!("r AS MATERIALIZED (SELECT {selected} FROM ROWS FROM (jsonb_to_recordset($1) AS ({definitions})) WITH ORDINALITY AS x ({names}, ord))")
+}
+
+/// A batch of one row, which PostgreSQL reads in the place where it is used.
+fn row(table: &Table, columns: &[usize]) -> String {
+    let (definitions, names, values) = read(table, columns);
+    format!("r AS (SELECT {values} FROM ROWS FROM (jsonb_to_recordset($1) AS ({definitions})) AS x ({names}))")
+}
+
+/// The columns as the batch has them, their names in the statement, and their values with the declared defaults.
+fn read(table: &Table, columns: &[usize]) -> (String, String, String) {
     let values = list(columns, |c| match &table.columns[c].default {
         Some(default) => format!("coalesce(c{c}, CAST({} AS {})) AS c{c}", functions::literal(default), table.columns[c].bare),
         None => format!("c{c}"),
     });
-    let selected = if values == names { String::from("*") } else { format!("{values}, ord") };
-    format!("r AS MATERIALIZED (SELECT {selected} FROM ROWS FROM (jsonb_to_recordset($1) AS ({definitions})) WITH ORDINALITY AS x ({names}, ord))")
+    let definitions = list(columns, |c| format!("{} {}", table.columns[c].quoted, table.columns[c].type_sql));
+    (definitions, list(columns, |c| format!("c{c}")), values)
 }
 
 struct Compiler<'a> {

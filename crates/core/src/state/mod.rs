@@ -1,5 +1,6 @@
 //! State tables without a server: what a declaration means, and the SQL its merges compile to.
 
+pub mod batch;
 pub mod compile;
 pub mod declare;
 pub mod fields;

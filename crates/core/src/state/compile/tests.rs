@@ -30,9 +30,9 @@ fn table(names: &[&str], key: &[usize], declaration: &Declaration) -> Table {
 fn statements(merge: &Merge) -> Vec<&str> {
     match merge {
         Merge::Refused | Merge::Ignored => Vec::new(),
-        Merge::Upsert { unique, folded, after } => {
-            let mut all = vec![unique.as_str()];
-            all.extend(folded.as_deref());
+        Merge::Upsert { single, unique, folded, after } => {
+            let mut all = vec![single.write.as_str(), unique];
+            all.extend(single.late.as_deref().into_iter().chain(folded.as_deref()));
             if let Some(after) = after {
                 all.extend([after.hit.as_str(), &after.tombstones, &after.forget]);
                 all.extend(after.remove.as_deref().into_iter().chain(after.adjust.as_deref()));
@@ -135,16 +135,17 @@ fn a_plain_upsert_reads_as_one_would_write_it() {
     assert_eq!(
         unique,
         r#"WITH r AS MATERIALIZED (SELECT * FROM ROWS FROM (jsonb_to_recordset($1) AS ("id" numeric(10,2), "price" numeric(10,2))) WITH ORDINALITY AS x (c0, c1, ord)),
-f AS (SELECT r.c0, r.c1 FROM r),
+u AS MATERIALIZED (SELECT (SELECT count(*) FROM r) = (SELECT count(*) FROM (SELECT FROM r GROUP BY c0) k) AS distinct_keys),
+f AS (SELECT r.c0, r.c1 FROM r WHERE (SELECT distinct_keys FROM u)),
 w AS (INSERT INTO "s"."t" AS t ("id", "price")
   SELECT f.c0, f.c1 FROM f ORDER BY f.c0
   ON CONFLICT ("id") DO UPDATE SET
     "price" = coalesce(EXCLUDED."price", t."price")
   WHERE ROW(t."price")::record OPERATOR(pg_catalog.*<>) ROW(coalesce(EXCLUDED."price", t."price"))::record
   RETURNING t.xmax = 0 AS fresh, t."id" AS c0),
-n (keys, fresh, changed, late) AS (SELECT (SELECT count(*) FROM r), (SELECT count(*) FROM w WHERE w.fresh),
-  (SELECT count(*) FROM w WHERE NOT w.fresh), 0::bigint)
-SELECT fresh, changed, 0::bigint, greatest(keys - fresh - changed - late, 0), late FROM n"#
+m (keys, fresh, wrote) AS (SELECT (SELECT count(*) FROM r), count(*) FILTER (WHERE w.fresh), count(*) FROM w),
+n AS (SELECT keys, fresh, wrote, 0::bigint AS late FROM m)
+SELECT fresh, wrote - fresh, 0::bigint, greatest(keys - wrote - late, 0), late FROM n, u WHERE u.distinct_keys"#
     );
     assert_eq!(compile(&table, &declaration, Kind::Delete), Merge::Refused);
 }

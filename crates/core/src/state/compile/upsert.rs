@@ -1,13 +1,13 @@
 //! Rows arrive: a statement for batches without a repeated key, one that folds, and what follows where keys may have been deleted before.
 
-use super::{Compiler, Kind, Merge, Revival, list, rows};
+use super::{Compiler, Kind, Merge, Revival, Single, list, row, rows};
 use crate::state::fields::Function;
 use std::fmt::Write;
 
 impl Compiler<'_> {
     pub(super) fn upsert(&self) -> Merge {
         let folded = self.folds(Kind::Upsert).then(|| self.upsert_folded());
-        Merge::Upsert { unique: self.upsert_unique(), folded, after: self.revival() }
+        Merge::Upsert { single: self.upsert_single(), unique: self.upsert_unique(), folded, after: self.revival() }
     }
 
     /// The key and every written column.
@@ -15,9 +15,8 @@ impl Compiler<'_> {
         self.table.key.iter().copied().chain(self.values()).collect()
     }
 
-    /// Without a repeated key nothing needs folding, and only a row that wrote nothing can have been late.
-    fn upsert_unique(&self) -> String {
-        let columns = self.inputs();
+    /// CTE `f` of a batch without a repeated key: nothing needs folding. `only` is a condition on the whole batch.
+    fn unfolded(&self, columns: &[usize], only: &str) -> String {
         // A group without a sequence is left alone, also where the row is new.
         let merged = if self.keeps_whole_rows() { Vec::new() } else { self.merged() };
         let value = |c: usize| {
@@ -25,38 +24,86 @@ impl Compiler<'_> {
             let lifted = if merged.contains(&c) { self.lifted(c, Kind::Upsert, |c| format!("r.c{c}")) } else { plain.clone() };
             if lifted == plain { plain } else { format!("{lifted} AS c{c}") }
         };
-        let names = list(&columns, value);
-        let older = self.older_than_tombstone(|c| format!("r.c{c}"), |g, j| format!("d.s{g}_{j}"));
-        let dead = self.table.tombstones.as_ref().zip(older).map(|(tombstones, older)| (tombstones, format!("(d.removed AND {older})")));
-        let source = match &dead {
-            None => String::from("r"),
-            Some((tombstones, dead)) => format!("r LEFT JOIN {tombstones} d ON {} WHERE {dead} IS NOT TRUE", self.tombstone_key_is("r")),
-        };
-        let late = if self.groups.is_empty() {
-            String::from("0::bigint")
+        let names = list(columns, value);
+        match self.older_than_removal() {
+            None => format!("f AS (SELECT {names} FROM r WHERE {only})"),
+            Some((tombstones, older)) => {
+                format!(
+                    "f AS (SELECT {names} FROM r LEFT JOIN {tombstones} d ON {} WHERE {only} AND {older} IS NOT TRUE)",
+                    self.tombstone_key_is("r")
+                )
+            }
+        }
+    }
+
+    /// The tombstones, and whether row `r` is older than the delete that `d` remembers.
+    fn older_than_removal(&self) -> Option<(&str, String)> {
+        let older = self.older_than_tombstone(|c| format!("r.c{c}"), |g, j| format!("d.s{g}_{j}"))?;
+        self.table.tombstones.as_deref().map(|tombstones| (tombstones, format!("(d.removed AND {older})")))
+    }
+
+    /// Whether row `r`, which wrote nothing, was late; none where no row can be.
+    fn was_late(&self) -> Option<String> {
+        if self.groups.is_empty() {
+            return None;
+        }
+        let present = |g: usize| self.present(g, |_, c| format!("r.c{c}"));
+        let wins = |g: usize| format!("({} AND {})", present(g), self.not_older(g, |_, c| format!("r.c{c}"), |_, c| format!("t.{}", self.quoted(c))));
+        let any = |of: &dyn Fn(usize) -> String| (0..self.groups.len()).map(of).collect::<Vec<_>>().join(" OR ");
+        let lost = format!(
+            "coalesce((SELECT ({}) AND NOT ({}) FROM {} t WHERE {}), false){}",
+            any(&present),
+            any(&wins),
+            self.table.qualified,
+            self.target_key_is("r"),
+            self.brings_nothing("r"),
+        );
+        Some(match self.older_than_removal() {
+            None => lost,
+            Some((tombstones, older)) => {
+                format!("{lost} OR coalesce((SELECT {older} FROM {tombstones} d WHERE {}), false)", self.tombstone_key_is("r"))
+            }
+        })
+    }
+
+    /// One row: it is written, and tells whether it is new; or it writes nothing, and is looked at once more.
+    fn upsert_single(&self) -> Single {
+        let columns = self.inputs();
+        let fresh = if self.table.partitioned {
+            // As in `counted`.
+            let same = self.same_key(|_, c| format!("o.{}", self.quoted(c)), |_, c| format!("t.{}", self.quoted(c)));
+            format!("NOT EXISTS (SELECT FROM {} o WHERE {same})", self.table.qualified)
         } else {
-            let present = |g: usize| self.present(g, |_, c| format!("r.c{c}"));
-            let wins =
-                |g: usize| format!("({} AND {})", present(g), self.not_older(g, |_, c| format!("r.c{c}"), |_, c| format!("t.{}", self.quoted(c))));
-            let groups: Vec<usize> = (0..self.groups.len()).collect();
-            let lost = format!(
-                "coalesce((SELECT ({}) AND NOT ({}) FROM {} t WHERE {}), false){}",
-                groups.iter().map(|g| present(*g)).collect::<Vec<_>>().join(" OR "),
-                groups.iter().map(|g| wins(*g)).collect::<Vec<_>>().join(" OR "),
-                self.table.qualified,
-                self.target_key_is("r"),
-                self.brings_nothing("r"),
-            );
-            let dead = match &dead {
-                None => String::new(),
-                Some((tombstones, dead)) => {
-                    format!(" OR coalesce((SELECT {dead} FROM {tombstones} d WHERE {}), false)", self.tombstone_key_is("r"))
-                }
-            };
-            let wrote = self.same_key(|_, c| format!("w.c{c}"), |_, c| format!("r.c{c}"));
-            format!("(SELECT count(*) FILTER (WHERE {lost}{dead}) FROM r WHERE NOT EXISTS (SELECT FROM w WHERE {wrote}))")
+            String::from("t.xmax = 0")
         };
-        self.counted(&format!("{},\nf AS (SELECT {names} FROM {source})", rows(self.table, &columns)), &columns, "r", &late, "late")
+        Single {
+            write: format!(
+                "WITH {},\n{}\n{}\n  RETURNING {fresh}",
+                row(self.table, &columns),
+                self.unfolded(&columns, "true"),
+                self.insert(&columns)
+            ),
+            late: self.was_late().map(|late| format!("WITH {}\nSELECT {late} FROM r", row(self.table, &columns))),
+        }
+    }
+
+    /// For a batch without a repeated key, where only a row that wrote nothing can have been late. Where a key is repeated after all, it writes nothing.
+    fn upsert_unique(&self) -> String {
+        let columns = self.inputs();
+        let late = self.was_late().map_or(String::from("0::bigint"), |late| {
+            let wrote = self.same_key(|_, c| format!("w.c{c}"), |_, c| format!("r.c{c}"));
+            format!(
+                "CASE WHEN wrote < keys THEN (SELECT count(*) FILTER (WHERE {late}) FROM r WHERE NOT EXISTS (SELECT FROM w WHERE {wrote})) ELSE 0 END"
+            )
+        });
+        let with = format!(
+            "{},\nu AS MATERIALIZED (SELECT (SELECT count(*) FROM r) = (SELECT count(*) FROM (SELECT FROM r GROUP BY {}) k) AS distinct_keys),\n{}",
+            rows(self.table, &columns),
+            self.keys(""),
+            self.unfolded(&columns, "(SELECT distinct_keys FROM u)"),
+        );
+        let counted = self.counted(&with, &columns, "r", &late, "late");
+        format!("{counted}, u WHERE u.distinct_keys")
     }
 
     fn upsert_folded(&self) -> String {
@@ -87,9 +134,9 @@ impl Compiler<'_> {
         };
         format!(
             "WITH {with},\nw AS ({insert}\n  RETURNING {returned} AS fresh, {returned_keys}),\n\
-             n (keys, fresh, changed, late) AS (SELECT (SELECT count(*) FROM {keys}), (SELECT count(*) FROM w WHERE {fresh}),\n  \
-             (SELECT count(*) FROM w WHERE NOT {fresh}), {late})\n\
-             SELECT fresh, changed, 0::bigint, greatest(keys - fresh - changed - {late_keys}, 0), late FROM n",
+             m (keys, fresh, wrote) AS (SELECT (SELECT count(*) FROM {keys}), count(*) FILTER (WHERE {fresh}), count(*) FROM w),\n\
+             n AS (SELECT keys, fresh, wrote, {late} AS late FROM m)\n\
+             SELECT fresh, wrote - fresh, 0::bigint, greatest(keys - wrote - {late_keys}, 0), late FROM n",
             insert = self.insert(columns),
             returned_keys = list(&self.table.key, |c| format!("t.{} AS c{c}", self.quoted(c))),
         )
