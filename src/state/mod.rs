@@ -2,5 +2,5 @@
 
 pub mod declare;
 pub mod merge;
-mod plans;
-mod rights;
+pub mod plans;
+pub mod rights;

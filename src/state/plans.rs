@@ -2,6 +2,7 @@
 //! or that a schema was renamed; it is then compiled again at the next merge.
 
 use super::declare::{describe, json_text, not_declared, raise};
+use crate::record::projection;
 use crate::relation::Relation;
 use crate::spi::{Prepared, Session, Statement, arg};
 use crate::values::RawJsonb;
@@ -110,6 +111,8 @@ pub struct Plans {
     pub lock_rows: Lazy,
     /// Locks the table against writers.
     pub lock_table: String,
+    /// The projections that feed the table; with any, nothing else does.
+    pub projections: Vec<String>,
     upsert: Steps,
     delete: Steps,
     retract: Steps,
@@ -156,6 +159,7 @@ impl Plans {
             upsert: steps(Kind::Upsert),
             delete: steps(Kind::Delete),
             retract: steps(Kind::Retract),
+            projections: projection::names_of(session, oid),
             stale: Cell::new(false),
             relation,
         }
