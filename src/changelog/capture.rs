@@ -6,9 +6,9 @@
 //! before the deletion where one MERGE does both to one key. A server that did not preload the library captures all the same; only
 //! the doorbell stays silent.
 
-use super::epoch;
 use super::images::{check_types, image_sql, key_sql};
 use super::shape::Shape;
+use super::{cause, epoch};
 use crate::errors::{self, Fault};
 use crate::relation::Relation;
 use crate::shmem::{self, Instance, bells};
@@ -100,7 +100,8 @@ enum Event {
 struct Compiled {
     fingerprint: u64,
     layout: i32,
-    statements: HashMap<Event, Rc<Prepared>>,
+    /// By event, and whether causes are joined.
+    statements: HashMap<(Event, bool), Rc<Prepared>>,
 }
 
 thread_local! {
@@ -158,8 +159,12 @@ unsafe fn capture(trigger: *mut pg_sys::TriggerData) {
         // SAFETY: makes the transition tables known by name in this SPI level.
         unsafe { pg_sys::SPI_register_trigger_data(trigger) };
         let _owner = Identity::owner();
-        let (statement, layout) = statement(session, oid, fingerprint, event);
-        let params = [arg(oid), arg(layout), arg(Instant::now()), arg(epoch::required(session))];
+        let causes = cause::of(oid);
+        let (statement, layout) = statement(session, oid, fingerprint, event, causes.is_some());
+        let mut params = vec![arg(oid), arg(layout), arg(Instant::now()), arg(epoch::required(session))];
+        if let Some((keys, events)) = causes {
+            params.extend([arg(keys), arg(events)]);
+        }
         if event == Event::Truncate {
             // The table is locked against everybody; under REPEATABLE READ the transaction's own snapshot may be older than the rows that vanish.
             session.run_prepared_latest(&statement, &params).len()
@@ -195,10 +200,10 @@ unsafe fn fingerprint(rel: pg_sys::Relation) -> u64 {
 }
 
 /// The statement for an event and the layout its images have, compiled when first needed.
-fn statement(session: &Session, oid: pg_sys::Oid, fingerprint: u64, event: Event) -> (Rc<Prepared>, i32) {
+fn statement(session: &Session, oid: pg_sys::Oid, fingerprint: u64, event: Event, caused: bool) -> (Rc<Prepared>, i32) {
     let known = COMPILED.with_borrow(|all| {
         let table = all.get(&oid.to_u32()).filter(|table| table.fingerprint == fingerprint)?;
-        Some((table.statements.get(&event).cloned(), table.layout))
+        Some((table.statements.get(&(event, caused)).cloned(), table.layout))
     });
     if let Some((Some(statement), layout)) = known {
         return (statement, layout);
@@ -212,7 +217,8 @@ fn statement(session: &Session, oid: pg_sys::Oid, fingerprint: u64, event: Event
     }
     let columns: Vec<Option<String>> = shape.places().iter().map(|place| place.map(|column| column.name.clone())).collect();
     let found = session.run(&LAYOUT, &[arg(oid), arg(columns.clone())]);
-    let statement = Rc::new(Prepared::new(&sql(&shape, &name, event), &[pg_sys::OIDOID, pg_sys::INT4OID, pg_sys::TIMESTAMPTZOID, pg_sys::INT4OID]));
+    let types = [pg_sys::OIDOID, pg_sys::INT4OID, pg_sys::TIMESTAMPTZOID, pg_sys::INT4OID, pg_sys::TEXTARRAYOID, pg_sys::INT8ARRAYOID];
+    let statement = Rc::new(Prepared::new(&sql(&shape, &name, event, caused), if caused { &types } else { &types[..4] }));
     if found.is_empty() {
         // A layout made now could be rolled back, so it is not remembered; the next statement finds it.
         return (statement, session.run(&ADD_LAYOUT, &[arg(oid), arg(columns)]).must(0, 1));
@@ -223,13 +229,14 @@ fn statement(session: &Session, oid: pg_sys::Oid, fingerprint: u64, event: Event
         if table.fingerprint != fingerprint || table.layout != layout {
             *table = Compiled { fingerprint, layout, statements: HashMap::new() };
         }
-        table.statements.insert(event, Rc::clone(&statement));
+        table.statements.insert((event, caused), Rc::clone(&statement));
     });
     (statement, layout)
 }
 
-/// `$1` the table, `$2` its layout, `$3` the time, `$4` the epoch. The order by kind puts the deletion of a changed key before its insertion.
-fn sql(shape: &Shape, table: &str, event: Event) -> String {
+/// `$1` the table, `$2` its layout, `$3` the time, `$4` the epoch, and where changes are `caused` `$5` keys and `$6` their events. The order by kind puts the
+/// deletion of a changed key before its insertion.
+fn sql(shape: &Shape, table: &str, event: Event, caused: bool) -> String {
     let key = |row: &str| key_sql(shape.key_columns().map(|column| column.quoted.as_str()), row);
     let image = |row: &str| image_sql(shape, row);
     let changes = match event {
@@ -249,9 +256,16 @@ fn sql(shape: &Shape, table: &str, event: Event) -> String {
             image("n")
         ),
     };
+    let (changes, cause) = if caused {
+        // The join keeps no order, so it is made anew.
+        let joined = "LEFT JOIN unnest($5, $6) e (key, event) ON e.key = r.key ORDER BY r.kind";
+        (format!("SELECT r.*, e.event AS cause FROM ({changes}) r {joined}"), "c.cause")
+    } else {
+        (changes, "NULL::bigint")
+    };
     format!(
-        "INSERT INTO stint.change_log (epoch, relation, xid, seq, at, layout, kind, key, before, after)
-         SELECT $4, $1, pg_current_xact_id(), nextval('stint.change_seq'), $3, $2, c.kind::\"char\", c.key, c.before, c.after
+        "INSERT INTO stint.change_log (epoch, relation, xid, seq, at, layout, kind, key, before, after, cause)
+         SELECT $4, $1, pg_current_xact_id(), nextval('stint.change_seq'), $3, $2, c.kind::\"char\", c.key, c.before, c.after, {cause}
          FROM ({changes}) c"
     )
 }

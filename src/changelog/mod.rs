@@ -5,10 +5,15 @@
 //! ordinal. Nothing is stamped afterwards: positions are arithmetic on stored values, the same for every reader and for ever.
 
 pub mod capture;
+pub mod cause;
 pub mod consumer;
+pub mod documents;
 pub mod epoch;
+pub mod export;
 pub mod feed;
 pub mod images;
+pub mod page;
 pub mod reader;
+pub mod seen;
 pub mod shape;
 pub mod tick;

@@ -1,18 +1,10 @@
 //! `stint.pin`: keeps the calling transaction's snapshot.
 
-use crate::changelog::epoch;
-use crate::errors::{self, Fault};
+use crate::changelog::seen;
 use crate::input;
 use crate::spi::{Identity, Session, Statement, arg, connect};
 use pgrx::prelude::*;
 
-/// The transaction's own id, if it has one, counts as running in its snapshot: what it will change after the pin lies after the pin.
-static NOW: Statement = Statement::new(
-    c"SELECT m.epoch, pg_current_snapshot()::text, pg_current_xact_id_if_assigned()::text,
-             EXISTS (SELECT FROM stint.change_log l WHERE l.epoch = m.epoch AND l.xid = pg_current_xact_id_if_assigned())
-      FROM stint.meta m",
-    &[],
-);
 static PIN: Statement = Statement::new(
     c"INSERT INTO stint.pins (epoch, snapshot, comment) VALUES ($1, $2::pg_snapshot, $3) RETURNING pin",
     &[pg_sys::INT4OID, pg_sys::TEXTOID, pg_sys::TEXTOID],
@@ -20,25 +12,8 @@ static PIN: Statement = Statement::new(
 
 /// Pins what the transaction sees. Runs with the rights of the extension's owner.
 pub fn make(session: &Session, comment: Option<&str>) -> i64 {
-    let now = session.run(&NOW, &[]);
-    if now.is_empty() {
-        Fault::new(PgSqlErrorCode::ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE, "there is no state table to pin")
-            .hint("Declare one with stint.create_state.")
-            .raise();
-    }
-    epoch::refuse_in_copy(session);
-    if now.must(0, 4) {
-        Fault::new(PgSqlErrorCode::ERRCODE_ACTIVE_SQL_TRANSACTION, "cannot pin in a transaction that has changed a state table")
-            .detail("No other reader ever sees what this transaction sees now.")
-            .hint("Commit first, and pin in the next transaction.")
-            .raise();
-    }
-    let seen: String = now.must(0, 2);
-    let snapshot = match now.get::<String>(0, 3) {
-        Some(own) => stint_core::snapshot::with_running(&seen, &own).unwrap_or_else(|| errors::internal("a snapshot could not be read")),
-        None => seen,
-    };
-    session.run(&PIN, &[arg(now.must::<i32>(0, 1)), arg(snapshot), comment.and_then(arg)]).must(0, 1)
+    let (epoch, snapshot) = seen::by_transaction(session, "pin");
+    session.run(&PIN, &[arg(epoch), arg(snapshot), comment.and_then(arg)]).must(0, 1)
 }
 
 /// `stint.pin`.
