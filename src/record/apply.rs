@@ -5,6 +5,7 @@
 
 use super::append::events_at_once;
 use super::config::{self, Projected, Target};
+use crate::changelog::cause;
 use crate::errors::Fault;
 use crate::savepoint::isolated;
 use crate::spi::{self, Session, Statement, arg};
@@ -36,7 +37,7 @@ pub fn recorded(session: &Session, target: &Target, seqs: &[i64]) {
     for seqs in seqs.chunks(usize::try_from(events_at_once(projected.per_event)).unwrap_or(1)) {
         let documents = documents(session, seqs);
         if target.refuses {
-            stretch(session, &projected, target.relation, documents, 1, seqs.len());
+            stretch(session, &projected, target.relation, documents, seqs, (1, seqs.len()));
         } else {
             set_aside(session, target.relation, &fold(&projected, target.relation, documents, seqs));
         }
@@ -56,7 +57,7 @@ pub fn fold(projected: &Projected, into: pg_sys::Oid, documents: RawJsonb, seqs:
         if from > to {
             continue;
         }
-        let Err((code, message)) = isolated(|| spi::connect(|session| stretch(session, projected, into, documents, from, to))) else { continue };
+        let Err((code, message)) = isolated(|| spi::connect(|session| stretch(session, projected, into, documents, seqs, (from, to)))) else { continue };
         if passing(code) {
             Fault::new(code, message).hint("It lies not in the event: repeat the transaction.").raise();
         }
@@ -73,11 +74,23 @@ pub fn fold(projected: &Projected, into: pg_sys::Oid, documents: RawJsonb, seqs:
 }
 
 /// Folds the documents `from` to `to`, counted from 1.
-fn stretch(session: &Session, projected: &Projected, into: pg_sys::Oid, documents: RawJsonb, from: usize, to: usize) {
+fn stretch(session: &Session, projected: &Projected, into: pg_sys::Oid, documents: RawJsonb, seqs: &[i64], (from, to): (usize, usize)) {
     let bound = |at: usize| arg(i64::try_from(at).unwrap_or(0));
-    let batch = session.run_prepared(projected.batch.plan(), &[arg(documents), bound(from), bound(to)]);
+    let stretch = [arg(documents), bound(from), bound(to)];
+    let batch = session.run_prepared(projected.batch.plan(), &stretch);
     let kinds: Vec<_> = batch.must::<Vec<Option<i32>>>(0, 2).into_iter().flatten().map(config::kind_of).collect();
-    merge::fold(session, into, batch.must(0, 1), &kinds);
+    let rows = batch.must(0, 1);
+    match &projected.causes {
+        Some(causes) if into == projected.relation.oid => {
+            let found = session.run_prepared(causes.plan(), &stretch);
+            let keys = found.must::<Vec<Option<String>>>(0, 1).into_iter().flatten();
+            let events = found.must::<Vec<Option<i64>>>(0, 2).into_iter().flatten().filter_map(|at| seqs.get(usize::try_from(at - 1).ok()?).copied());
+            cause::during(into, keys.zip(events).collect(), || merge::fold(session, into, rows, &kinds));
+        }
+        _ => {
+            merge::fold(session, into, rows, &kinds);
+        }
+    }
 }
 
 /// Keeps in mind which events are not part of the table.

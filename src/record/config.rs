@@ -1,7 +1,7 @@
 //! The projections of a table, compiled, kept per backend until one of them or the table changes.
 
 use crate::errors::{self, Fault};
-use crate::relation::Relation;
+use crate::relation::{Column, Relation};
 use crate::spi::{Prepared, Rows, Session, Statement, arg};
 use crate::state::declare::json_text;
 use crate::state::plans;
@@ -76,6 +76,8 @@ pub struct Projected {
     pub batch: Lazy,
     /// The slots of the keys of a stretch of a batch; none where no two events share a key.
     pub slots: Option<Lazy>,
+    /// The texts of the keys of a stretch of a batch with their last events; none where a key's type could run somebody's code.
+    pub causes: Option<Lazy>,
     /// Whether a key has a type that cannot be hashed, so that the whole table is one.
     pub unhashable: bool,
     fingerprint: String,
@@ -143,7 +145,13 @@ impl Projected {
         let key = Key { columns: relation.key_columns().zip(&kinds).map(|(c, kind)| (c.name.as_str(), c.quoted.as_str(), kind.as_str())).collect() };
         let slots = compile::slots(&projections, &key).map(|sql| Lazy::new(sql, SLOTS));
         let unhashable = relation.key_columns().any(|column| !hashable(column.type_oid));
+        let bases: Option<Vec<String>> = relation.key_columns().map(plain).collect();
+        let causes = bases.map(|bases| {
+            let key = Key { columns: relation.key_columns().zip(&bases).map(|(c, kind)| (c.name.as_str(), c.quoted.as_str(), kind.as_str())).collect() };
+            Lazy::new(compile::causes(&projections, &key), BATCH)
+        });
         Projected {
+            causes,
             per_event: projections.len().max(1),
             immediate: rows.must(0, 6),
             batch: Lazy::new(compile::batch(&projections), BATCH),
@@ -160,6 +168,23 @@ impl Projected {
 fn hashable(type_oid: pg_sys::Oid) -> bool {
     // SAFETY: the entry lives as long as the backend; one oid is read at once.
     unsafe { (*pg_sys::lookup_type_cache(type_oid, pg_sys::TYPECACHE_HASH_PROC as i32)).hash_proc != pg_sys::InvalidOid }
+}
+
+/// The type under a domain as SQL writes it, if reading a value of it runs no code but its own input function.
+fn plain(column: &Column) -> Option<String> {
+    // SAFETY: system cache look-ups; the text is palloc'd and copied.
+    unsafe {
+        let mut type_mod = -1;
+        let base = pg_sys::getBaseTypeAndTypmod(column.type_oid, &mut type_mod);
+        let kind = pg_sys::get_typtype(base) as u8;
+        if !(kind == pg_sys::TYPTYPE_BASE || kind == pg_sys::TYPTYPE_ENUM) || pg_sys::get_element_type(base) != pg_sys::InvalidOid {
+            return None;
+        }
+        if base == column.type_oid {
+            return Some(column.type_name.clone());
+        }
+        Some(std::ffi::CStr::from_ptr(pg_sys::format_type_with_typemod(base, type_mod)).to_string_lossy().into_owned())
+    }
 }
 
 fn given(names: Vec<Option<String>>) -> Vec<String> {

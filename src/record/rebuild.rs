@@ -10,6 +10,7 @@ use crate::object_lock;
 use crate::relation::Relation;
 use crate::shmem;
 use crate::spi::{self, Identity, Moment, Prepared, Session, Statement, arg};
+use crate::state::declare::describe;
 use crate::state::rights;
 use crate::values::RawJsonb;
 use pgrx::prelude::*;
@@ -37,9 +38,17 @@ struct Compare<'a> {
     live: &'a str,
     shadow: &'a str,
     relation: &'a Relation,
+    /// The equality of each key column, as SQL writes it.
+    equal: Vec<String>,
 }
 
-impl Compare<'_> {
+impl<'a> Compare<'a> {
+    fn new(session: &Session, relation: &'a Relation, shadow: &'a str) -> Self {
+        let described = describe(session, relation, None);
+        let equal = relation.key.iter().map(|at| described.columns[*at].equal.clone().unwrap_or_else(|| "=".to_string())).collect();
+        Compare { live: &relation.qualified, shadow, relation, equal }
+    }
+
     /// The columns that are compared: those that PostgreSQL does not fill itself.
     fn columns(&self) -> Vec<&str> {
         self.relation
@@ -56,7 +65,7 @@ impl Compare<'_> {
     }
 
     fn same_key(&self) -> String {
-        self.keys().iter().map(|key| format!("t.{key} = s.{key}")).collect::<Vec<_>>().join(" AND ")
+        self.keys().iter().zip(&self.equal).map(|(key, equal)| format!("t.{key} {equal} s.{key}")).collect::<Vec<_>>().join(" AND ")
     }
 
     fn rows(&self, of: &str, row: &str) -> String {
@@ -69,11 +78,11 @@ impl Compare<'_> {
         let first = self.keys()[0];
         let order = self.keys().iter().map(|key| format!("coalesce(s.{key}, t.{key})")).collect::<Vec<_>>().join(", ");
         format!(
-            "SELECT (SELECT to_jsonb(k) FROM (SELECT {key}) k),
+            "SELECT (SELECT to_jsonb(k.*) FROM (SELECT {key}) k),
                     CASE WHEN t.{first} IS NULL THEN 'missing' WHEN s.{first} IS NULL THEN 'extra' ELSE 'different' END,
-                    CASE WHEN s.{first} IS NOT NULL THEN to_jsonb(s) END, CASE WHEN t.{first} IS NOT NULL THEN to_jsonb(t) END
+                    CASE WHEN s.{first} IS NOT NULL THEN to_jsonb(s.*) END, CASE WHEN t.{first} IS NOT NULL THEN to_jsonb(t.*) END
              FROM {} FULL JOIN {} ON {}
-             WHERE s::text IS DISTINCT FROM t::text
+             WHERE (s.*)::text IS DISTINCT FROM (t.*)::text
              ORDER BY {order}",
             self.rows(self.shadow, "s"),
             self.rows(self.live, "t"),
@@ -129,7 +138,7 @@ pub fn run(session: &Session, projected: &Projected, retry: bool) -> Counts {
         position::restart(session, relation.oid, &point);
     }
     drop(moment);
-    let compare = Compare { live: &relation.qualified, shadow: &shadow.name, relation };
+    let compare = Compare::new(session, relation, &shadow.name);
     let written = {
         let _restricted = Identity::restricted(relation.owner);
         if let Some((shadow, live)) = &shadow.tombstones {
@@ -193,7 +202,7 @@ fn verify(
         let extent = if projected.immediate { Extent::default() } else { position::at(session, &moment, oid) };
         let mut shadow = Shadow::make(session, relation);
         shadow.fold(session, &projected, &moment, &extent, None, false);
-        let compare = Compare { live: &relation.qualified, shadow: &shadow.name, relation };
+        let compare = Compare::new(session, relation, &shadow.name);
         let rows = {
             let _restricted = Identity::restricted(relation.owner);
             session.run_prepared_at(&moment, &Prepared::new(&compare.differences(), &[]), &[])

@@ -1,5 +1,6 @@
 //! `create_state` and `drop_state`: what makes a table a state table.
 
+use super::config::Config;
 use super::rights;
 use crate::changelog::capture;
 use crate::errors::{self, Fault};
@@ -10,18 +11,21 @@ use crate::spi::{self, Identity, Session, Statement, arg};
 use crate::values::RawJsonb;
 use pgrx::prelude::*;
 use stint_core::state::declare::{Declaration, Refusal, Why};
-use stint_core::state::{self, compile};
+use stint_core::state::{self, Family, compile};
 
 static OPERATORS: Statement = Statement::new(
     c"SELECT format('OPERATOR(%I.%s)', n.nspname, o.oprname) FROM pg_operator o JOIN pg_namespace n ON n.oid = o.oprnamespace WHERE o.oid = $1",
     &[pg_sys::OIDOID],
 );
-static JSON_TEXT: Statement = Statement::new(c"SELECT $1::text", &[pg_sys::JSONBOID]);
-static INSERT: Statement = Statement::new(
-    c"INSERT INTO stint.state_config (relation, engine, sequence, groups, deletes)
-      VALUES ($1, $2, $3, $4, $5) ON CONFLICT (relation) DO NOTHING",
-    &[pg_sys::OIDOID, pg_sys::TEXTOID, pg_sys::TEXTARRAYOID, pg_sys::JSONBOID, pg_sys::TEXTOID],
+static TYPE: Statement = Statement::new(
+    c"SELECT t.typname::text, n.nspname = 'pg_catalog', quote_ident(n.nspname), t.typcategory = 'A' AND t.typsubscript = 'array_subscript_handler'::regproc,
+             EXISTS (SELECT FROM pg_depend d JOIN pg_extension e ON e.oid = d.refobjid
+                     WHERE d.classid = 'pg_type'::regclass AND d.objid = t.oid AND d.refclassid = 'pg_extension'::regclass AND d.deptype = 'e'
+                       AND e.extname = t.typname)
+      FROM pg_type t JOIN pg_namespace n ON n.oid = t.typnamespace WHERE t.oid = $1",
+    &[pg_sys::OIDOID],
 );
+static JSON_TEXT: Statement = Statement::new(c"SELECT $1::text", &[pg_sys::JSONBOID]);
 static SET_TOMBSTONES: Statement = Statement::new(
     c"UPDATE stint.state_config SET tombstones = to_regclass($2)::oid WHERE relation = $1 RETURNING tombstones::oid",
     &[pg_sys::OIDOID, pg_sys::TEXTOID],
@@ -59,6 +63,7 @@ fn describe_column(session: &Session, column: &Column, in_key: bool) -> state::C
         ((*entry).lt_opr, (*entry).eq_opr)
     };
     let operator = |oid: pg_sys::Oid| if oid == pg_sys::InvalidOid { None } else { session.run(&OPERATORS, &[arg(oid)]).get(0, 1) };
+    let (family, schema) = family(session, column.type_oid);
     state::Column {
         name: column.name.clone(),
         quoted: column.quoted.clone(),
@@ -66,11 +71,57 @@ fn describe_column(session: &Session, column: &Column, in_key: bool) -> state::C
             Some(collation) => format!("{} COLLATE {collation}", column.type_name),
             None => column.type_name.clone(),
         },
+        bare: column.type_name.clone(),
+        family,
+        schema,
+        default: None,
         // An identity column is left alone, unless it is the key and lets itself be named.
         written: !column.generated && (column.identity.is_none() || (in_key && column.identity == Some('d'))),
         less: operator(less),
         equal: operator(equal),
     }
+}
+
+/// What functions may know of a type, and the schema of its operators; of a domain, its base type's.
+fn family(session: &Session, type_oid: pg_sys::Oid) -> (Family, String) {
+    // SAFETY: a look-up in the system caches.
+    let base = unsafe { pg_sys::getBaseType(type_oid) };
+    let rows = session.run(&TYPE, &[arg(base)]);
+    let (name, builtin, schema): (String, bool, String) = (rows.must(0, 1), rows.must(0, 2), rows.must(0, 3));
+    let family = match (name.as_str(), builtin) {
+        _ if rows.must(0, 4) => Family::Array,
+        ("int2" | "int4" | "int8", true) => Family::Integer,
+        ("numeric", true) => Family::Numeric,
+        ("float4" | "float8", true) => Family::Float,
+        ("money", true) => Family::Money,
+        ("interval", true) => Family::Interval,
+        ("bool", true) => Family::Boolean,
+        ("text" | "varchar", true) => Family::Text,
+        ("jsonb", true) => Family::Jsonb,
+        ("hstore", false) if rows.must(0, 5) => Family::Hstore,
+        ("hll", false) if rows.must(0, 5) => Family::Hll,
+        _ => Family::Other,
+    };
+    (family, schema)
+}
+
+/// Checks a declaration against the table and gives its defaults to the columns.
+pub fn check(relation: &Relation, table: &mut state::Table, config: &Config) -> Declaration {
+    let declaration = match Declaration::check(table, &config.told()) {
+        Ok(declaration) => declaration,
+        Err(refusal) => raise(refusal, relation),
+    };
+    for (column, field) in table.columns.iter_mut().zip(&declaration.fields) {
+        column.default.clone_from(&field.default);
+    }
+    declaration
+}
+
+/// Has PostgreSQL read the defaults as the columns' types, as every merge will.
+pub fn check_defaults(session: &Session, relation: &Relation, table: &state::Table) {
+    let Some(sql) = compile::read_defaults(table) else { return };
+    let _restricted = Identity::restricted(relation.owner);
+    session.execute_once(&sql);
 }
 
 /// Raises a refusal of the core with the SQLSTATE that fits.
@@ -89,34 +140,37 @@ pub fn json_text(session: &Session, value: RawJsonb) -> String {
 }
 
 #[pg_extern(sql = false)]
+#[allow(clippy::too_many_arguments)]
 fn create_state(
     relation: Option<pg_sys::Oid>,
     engine: Option<&str>,
     sequence: Option<Vec<Option<String>>>,
     groups: Option<RawJsonb>,
     deletes: Option<&str>,
+    fields: Option<RawJsonb>,
+    rowkind: Option<&str>,
 ) {
     const NAME_IT: &str = "Name the table, as in stint.create_state('shop.goods', 'partial-update').";
     let Some(oid) = relation else { errors::missing("relation", NAME_IT) };
-    let Some(engine) = engine else { errors::missing("engine", "Give 'deduplicate' or 'partial-update'.") };
+    let Some(engine) = engine else { errors::missing("engine", "Give 'deduplicate', 'first-row', 'aggregation' or 'partial-update'.") };
     let sequence = sequence.map(no_nulls);
     crate::shmem::required();
     let identity = Identity::owner();
     spi::connect(|session| {
-        let relation = Relation::load(session, oid);
-        rights::require_ownership(session, &relation, identity.caller());
-        // Nobody alters or writes the table while it is read again and its triggers are made.
-        session.execute_once(&format!("LOCK TABLE {} IN SHARE ROW EXCLUSIVE MODE", relation.qualified));
-        let relation = Relation::load(session, oid);
-        let table = describe(session, &relation, None);
-        let text = groups.map(|value| json_text(session, value));
-        let declaration = match Declaration::check(&table, engine, sequence.as_deref(), text.as_deref(), deletes) {
-            Ok(declaration) => declaration,
-            Err(refusal) => raise(refusal, &relation),
+        let relation = lock_own_table(session, oid, &identity);
+        let config = Config {
+            engine: engine.to_string(),
+            sequence,
+            groups: groups.map(|value| json_text(session, value)),
+            deletes: deletes.map(str::to_string),
+            fields: fields.map(|value| json_text(session, value)),
+            rowkind: rowkind.map(str::to_string),
         };
+        let mut table = describe(session, &relation, None);
+        let declaration = check(&relation, &mut table, &config);
+        check_defaults(session, &relation, &table);
         session.run(&FORGET_DROPPED, &[]);
-        let policy = declaration.deletes.word();
-        if session.run(&INSERT, &[arg(oid), arg(engine), arg(sequence), arg(groups), arg(policy)]).is_empty() {
+        if !config.insert(session, oid, &declaration) {
             errors::exists("state table", &relation.qualified, "Run stint.drop_state(…) first to declare it anew; its rows stay.");
         }
         if declaration.remembers() {
@@ -124,12 +178,26 @@ fn create_state(
         }
         capture::install(session, &relation);
         as_of::install(session, &relation);
-        // SAFETY: every backend's compiled merges of the table become stale when this transaction commits.
-        unsafe { pg_sys::CacheInvalidateRelcacheByRelid(oid) };
+        recompile(oid);
     });
 }
 
-fn no_nulls(names: Vec<Option<String>>) -> Vec<String> {
+/// The table, which the caller must own, locked so that nobody alters or writes it.
+pub fn lock_own_table(session: &Session, oid: pg_sys::Oid, identity: &Identity) -> Relation {
+    let relation = Relation::load(session, oid);
+    rights::require_ownership(session, &relation, identity.caller());
+    session.execute_once(&format!("LOCK TABLE {} IN SHARE ROW EXCLUSIVE MODE", relation.qualified));
+    Relation::load(session, oid)
+}
+
+/// Makes every backend's compiled merges of the table stale when this transaction commits.
+pub fn recompile(oid: pg_sys::Oid) {
+    // SAFETY: sends an invalidation of a relation that is locked.
+    unsafe { pg_sys::CacheInvalidateRelcacheByRelid(oid) };
+}
+
+/// Names without a null among them.
+pub fn no_nulls(names: Vec<Option<String>>) -> Vec<String> {
     let given = names.len();
     let names: Vec<String> = names.into_iter().flatten().collect();
     if names.len() < given {
@@ -140,7 +208,7 @@ fn no_nulls(names: Vec<Option<String>>) -> Vec<String> {
 
 /// Makes the table that remembers the sequences of deleted keys beside the state table: of the same owner, because merges run with the owner's rights, and
 /// dropped with it.
-fn create_tombstones(session: &Session, relation: &Relation, table: &state::Table, declaration: &Declaration) {
+pub fn create_tombstones(session: &Session, relation: &Relation, table: &state::Table, declaration: &Declaration) {
     const SUFFIX: &str = "_tombstones";
     let mut base = relation.name.clone();
     while base.len() + SUFFIX.len() > 63 {
@@ -182,8 +250,7 @@ fn drop_state(relation: Option<pg_sys::Oid>) {
         if let Some(tombstones) = rows.get::<String>(0, 1) {
             session.execute_once(&format!("DROP TABLE {tombstones}"));
         }
-        // SAFETY: as in create_state.
-        unsafe { pg_sys::CacheInvalidateRelcacheByRelid(oid) };
+        recompile(oid);
     });
 }
 

@@ -1,7 +1,7 @@
 //! `merge`: rows meet a state table as its declaration says. The values are read, compared and written by PostgreSQL; nothing here opens them.
 
 use super::plans::{self, After, Lazy, Plans, Steps};
-use super::rights;
+use super::{rights, rounds};
 use crate::errors::{self, Fault};
 use crate::guc;
 use crate::record::projection;
@@ -12,6 +12,7 @@ use pgrx::prelude::*;
 use std::panic::AssertUnwindSafe;
 use stint_core::names::nearest;
 use stint_core::state::compile::{KINDS, Kind};
+use stint_core::state::declare::Deletes;
 
 // The shape of a batch: its type and length, and of the first row that will not do its ordinal, its type, a field that is no column, a key column without a value.
 static SHAPE: Statement = Statement::new(
@@ -71,9 +72,15 @@ fn merge(
         unsafe { pg_sys::LockRelationOid(oid, pg_sys::RowExclusiveLock as i32) };
         let plans = plans::of(session, oid);
         projection::refuse_projected(&plans.relation, &plans.projections, "merge into", "Record events instead, or run stint.drop_projection(…) first.");
-        check_rights(&plans, identity.caller(), kind);
+        let Some(rowkind) = &plans.rowkind else {
+            check_rights(&plans, identity.caller(), kind);
+            let length = check_shape(session, &plans, rows);
+            return as_owner(&plans, || apply(session, &plans, kind, rows, length));
+        };
         let length = check_shape(session, &plans, rows);
-        as_owner(&plans, || apply(session, &plans, kind, rows, length))
+        let kinds = rounds::kinds_of_rows(session, &plans.relation, rows, rowkind, kind);
+        KINDS.into_iter().filter(|known| kinds.contains(known)).for_each(|kind| check_rights(&plans, identity.caller(), kind));
+        write(session, &plans, rows, &kinds, length)
     });
     TableIterator::once((counts.inserted, counts.updated, counts.deleted, counts.unchanged, counts.late))
 }
@@ -86,10 +93,15 @@ pub fn fold(session: &Session, relation: pg_sys::Oid, rows: RawJsonb, kinds: &[K
     if usize::try_from(length) != Ok(kinds.len()) {
         errors::internal(&format!("{} kinds were given for {length} rows", kinds.len()));
     }
-    as_owner(&plans, || match kinds {
+    write(session, &plans, rows, kinds, length)
+}
+
+/// The one kind of most batches takes the short way.
+fn write(session: &Session, plans: &Plans, rows: RawJsonb, kinds: &[Kind], length: i32) -> Counts {
+    as_owner(plans, || match kinds {
         [] => Counts::default(),
-        [first, others @ ..] if others.iter().all(|kind| kind == first) => apply(session, &plans, *first, rows, length),
-        _ => apply_runs(session, &plans, rows, kinds),
+        [first, others @ ..] if others.iter().all(|kind| kind == first) => apply(session, plans, *first, rows, length),
+        _ => rounds::runs(session, plans, rows, kinds),
     })
 }
 
@@ -99,38 +111,8 @@ fn as_owner<R>(plans: &Plans, work: impl FnOnce() -> R) -> R {
     explained(plans, work)
 }
 
-/// A batch of several kinds, in rounds: the i-th run of rows of one kind of each key. Keys do not touch each other, so within a round the kinds may go in any
-/// order.
-fn apply_runs(session: &Session, plans: &Plans, rows: RawJsonb, kinds: &[Kind]) -> Counts {
-    let words: Vec<&str> = kinds.iter().map(|kind| kind.word()).collect();
-    let batch = [arg(rows)];
-    let cut = session.run_prepared(plans.runs.plan(), &[arg(rows), arg(words)]);
-    let rounds = (0..cut.len()).map(|n| (cut.must::<i64>(n, 1), kind_named(cut.get(n, 2)), cut.must::<RawJsonb>(n, 3), cut.must::<i32>(n, 4)));
-    let rounds: Vec<(i64, Kind, RawJsonb, i32)> = rounds.collect();
-    // All rows of the batch in key order before any, as each statement takes its own; a round that comes later could not go back.
-    let removal = rounds.iter().find_map(|(_, kind, ..)| match plans.steps(*kind) {
-        Steps::Remove { absent, .. } => Some(absent.as_ref()),
-        _ => None,
-    });
-    match removal.flatten() {
-        Some(absent) => {
-            order_removals(plans);
-            // A key that one round deletes is absent in the next, when it is too late to wait for the table.
-            if rounds.last().is_some_and(|(round, ..)| *round > 1) {
-                session.execute_once(&plans.lock_table);
-            }
-            lock_for_removal(session, plans, Some(absent), &batch);
-        }
-        None => lock_for_removal(session, plans, None, &batch),
-    }
-    let mut counts = Counts::default();
-    for (_, kind, rows, length) in rounds {
-        counts += apply(session, plans, kind, rows, length);
-    }
-    counts
-}
-
-fn kind_named(word: Option<&str>) -> Kind {
+/// The kind of that name.
+pub fn kind_named(word: Option<&str>) -> Kind {
     let Some(word) = word else { errors::missing("kind", "Give 'upsert', 'delete' or 'retract', or leave it out.") };
     match KINDS.iter().find(|known| known.word() == word) {
         Some(kind) => *kind,
@@ -150,8 +132,11 @@ fn check_rights(plans: &Plans, caller: pg_sys::Oid, kind: Kind) {
     const DELETE: (u32, &str) = (pg_sys::ACL_DELETE, "DELETE");
     let rights: &[(u32, &str)] = match kind {
         Kind::Upsert => &[INSERT, UPDATE],
-        Kind::Delete if plans.retracts => &[UPDATE, DELETE],
-        Kind::Retract if plans.retracts => &[UPDATE],
+        Kind::Delete if plans.owes => &[INSERT, UPDATE, DELETE],
+        Kind::Retract if plans.owes => &[INSERT, UPDATE],
+        Kind::Delete if plans.deletes == Deletes::Retract => &[UPDATE, DELETE],
+        Kind::Retract if plans.deletes == Deletes::Retract => &[UPDATE],
+        Kind::Retract if plans.fieldwise => &[UPDATE, DELETE],
         Kind::Delete | Kind::Retract => &[DELETE],
     };
     rights::require(&plans.relation, caller, rights);
@@ -223,7 +208,8 @@ fn explained<R>(plans: &Plans, work: impl FnOnce() -> R) -> R {
         .execute()
 }
 
-fn apply(session: &Session, plans: &Plans, kind: Kind, rows: RawJsonb, length: i32) -> Counts {
+/// Merges rows of one kind.
+pub fn apply(session: &Session, plans: &Plans, kind: Kind, rows: RawJsonb, length: i32) -> Counts {
     let batch = [arg(rows)];
     let steps = plans.steps(kind);
     if let Steps::Refused = steps {
@@ -231,7 +217,7 @@ fn apply(session: &Session, plans: &Plans, kind: Kind, rows: RawJsonb, length: i
             PgSqlErrorCode::ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE,
             format!("state table {} does not accept deletes", plans.relation.qualified),
         )
-        .hint("Declare it with deletes => 'ignore' or 'remove', or with sequence groups.")
+        .hint("Declare it with another deletes policy: 'ignore', or where the engine has them 'remove' or 'retract'.")
         .raise();
     }
     let keys = match length {
@@ -239,11 +225,17 @@ fn apply(session: &Session, plans: &Plans, kind: Kind, rows: RawJsonb, length: i
         1 => 1,
         _ => session.run_prepared(plans.count_keys.plan(), &batch).must(0, 1),
     };
+    let repeats = keys < i64::from(length);
     match steps {
         Steps::Refused => Counts::default(),
         Steps::Ignored => Counts { unchanged: keys, ..Counts::default() },
         Steps::Upsert { unique, folded, after } => {
-            let mut counts = counted(session, if keys == i64::from(length) { unique } else { folded }, &batch);
+            let statement = match folded {
+                _ if !repeats => unique,
+                Some(folded) => folded,
+                None => return rounds::occurrences(session, plans, kind, rows),
+            };
+            let mut counts = counted(session, statement, &batch);
             if let Some(after) = after
                 && counts.inserted > 0
             {
@@ -251,8 +243,14 @@ fn apply(session: &Session, plans: &Plans, kind: Kind, rows: RawJsonb, length: i
             }
             counts
         }
-        Steps::Remove { absent, apply } => {
+        Steps::Remove { folds: false, .. } if repeats => rounds::occurrences(session, plans, kind, rows),
+        Steps::Remove { absent, owe, apply, .. } => {
             lock_for_removal(session, plans, absent.as_ref(), &batch);
+            if let Some(owe) = owe {
+                session.run_prepared(owe.plan(), &batch);
+                // Those that somebody else has inserted meanwhile are not ours yet.
+                session.run_prepared(plans.lock_rows.plan(), &batch);
+            }
             counted(session, apply, &batch)
         }
     }
@@ -288,14 +286,14 @@ fn settle_with_tombstones(session: &Session, plans: &Plans, after: &After, batch
 }
 
 /// Removals of one table that remembers sequences go one after the other, so that none takes away a row another has just looked for. Upserts are not held up.
-fn order_removals(plans: &Plans) {
+pub fn order_removals(plans: &Plans) {
     // SAFETY: a lock that ends with the transaction; it stands for nothing but this, and conflicts with no lock on the table itself.
     unsafe { pg_sys::LockDatabaseObject(pg_sys::RelationRelationId, plans.relation.oid, 0, pg_sys::ExclusiveLock as i32) };
 }
 
 /// Locks the rows in key order, so that the removal's snapshot shows them as they are. Where sequences are remembered, a key without a row needs the table
 /// locked: somebody may be inserting it unseen, and would not see the tombstone either.
-fn lock_for_removal(session: &Session, plans: &Plans, absent: Option<&Lazy>, batch: &[spi::Param]) {
+pub fn lock_for_removal(session: &Session, plans: &Plans, absent: Option<&Lazy>, batch: &[spi::Param]) {
     let Some(absent) = absent else {
         session.run_prepared(plans.lock_rows.plan(), batch);
         return;

@@ -1,24 +1,17 @@
 //! Compiled merges, kept per backend and table. An entry becomes stale when PostgreSQL tells that the table changed (ALTER TABLE, a new declaration, ANALYZE)
 //! or that a schema was renamed; it is then compiled again at the next merge.
 
-use super::declare::{describe, json_text, not_declared, raise};
+use super::config::Config;
+use super::declare::{check, describe, not_declared};
 use crate::record::projection;
 use crate::relation::Relation;
-use crate::spi::{Prepared, Session, Statement, arg};
-use crate::values::RawJsonb;
+use crate::spi::{Prepared, Session};
 use pgrx::prelude::*;
 use std::cell::{Cell, OnceCell, RefCell};
 use std::collections::HashMap;
 use std::rc::Rc;
 use stint_core::state::compile::{self, Kind, Merge};
-use stint_core::state::declare::Declaration;
-
-static CONFIG: Statement = Statement::new(
-    c"SELECT c.engine, c.sequence, c.groups, c.deletes,
-             (SELECT format('%I.%I', n.nspname, t.relname) FROM pg_class t JOIN pg_namespace n ON n.oid = t.relnamespace WHERE t.oid = c.tombstones)
-      FROM stint.state_config c WHERE c.relation = $1",
-    &[pg_sys::OIDOID],
-);
+use stint_core::state::declare::Deletes;
 
 /// A statement that is prepared when it is first run.
 pub struct Lazy {
@@ -51,9 +44,9 @@ pub enum Steps {
     /// The declaration ignores it.
     Ignored,
     /// Rows are written.
-    Upsert { unique: Lazy, folded: Lazy, after: Option<Box<After>> },
+    Upsert { unique: Lazy, folded: Option<Lazy>, after: Option<Box<After>> },
     /// Rows are removed.
-    Remove { absent: Option<Lazy>, apply: Lazy },
+    Remove { absent: Option<Lazy>, owe: Option<Lazy>, apply: Lazy, folds: bool },
 }
 
 /// What follows an upsert that inserted rows.
@@ -77,7 +70,7 @@ impl Steps {
             Merge::Ignored => Steps::Ignored,
             Merge::Upsert { unique, folded, after } => Steps::Upsert {
                 unique: Lazy::new(unique),
-                folded: Lazy::new(folded),
+                folded: folded.map(Lazy::new),
                 after: after.map(|after| {
                     Box::new(After {
                         hit: Lazy::new(after.hit),
@@ -88,7 +81,12 @@ impl Steps {
                     })
                 }),
             },
-            Merge::Remove(removal) => Steps::Remove { absent: removal.absent.map(Lazy::new), apply: Lazy::new(removal.apply) },
+            Merge::Remove(removal) => Steps::Remove {
+                absent: removal.absent.map(Lazy::new),
+                owe: removal.owe.map(Lazy::new),
+                apply: Lazy::new(removal.apply),
+                folds: removal.folds,
+            },
         }
     }
 }
@@ -101,12 +99,20 @@ pub struct Plans {
     pub fields: Vec<String>,
     /// Names a row must use.
     pub keys: Vec<String>,
-    /// Whether deletes may change rows instead of removing them.
-    pub retracts: bool,
+    /// What deletes do.
+    pub deletes: Deletes,
+    /// Whether a retraction may make a row.
+    pub owes: bool,
+    /// Whether rows merge column by column, so that a retraction takes back fields.
+    pub fieldwise: bool,
+    /// The field of the rows that carries their kind.
+    pub rowkind: Option<String>,
     /// Counts the distinct keys.
     pub count_keys: Lazy,
     /// Cuts a batch of several kinds into rounds.
     pub runs: Lazy,
+    /// Cuts a batch into rounds in which no key comes twice.
+    pub occurrences: Lazy,
     /// Locks the rows of a batch in key order.
     pub lock_rows: Lazy,
     /// Locks the table against writers.
@@ -131,28 +137,24 @@ impl Plans {
 
     fn compile(session: &Session, oid: pg_sys::Oid) -> Self {
         let relation = Relation::load(session, oid);
-        let rows = session.run(&CONFIG, &[arg(oid)]);
-        if rows.is_empty() {
-            not_declared(&relation);
-        }
-        let engine: String = rows.must(0, 1);
-        let sequence: Option<Vec<String>> = rows.get(0, 2);
-        let deletes: String = rows.must(0, 4);
-        let tombstones: Option<String> = rows.get(0, 5);
-        let groups = rows.get::<RawJsonb>(0, 3).map(|value| json_text(session, value));
-        let table = describe(session, &relation, tombstones);
+        let Some((config, tombstones)) = Config::read(session, oid) else { not_declared(&relation) };
+        let mut table = describe(session, &relation, tombstones);
         // Checked again, because columns may have gone since.
-        let declaration = match Declaration::check(&table, &engine, sequence.as_deref(), groups.as_deref(), Some(&deletes)) {
-            Ok(declaration) => declaration,
-            Err(refusal) => raise(refusal, &relation),
-        };
+        let declaration = check(&relation, &mut table, &config);
         let names = |indexes: &mut dyn Iterator<Item = usize>| indexes.map(|index| table.columns[index].name.clone()).collect::<Vec<_>>();
         let steps = |kind| Steps::new(compile::compile(&table, &declaration, kind));
         Plans {
-            fields: names(&mut (0..table.columns.len()).filter(|index| table.columns[*index].written)),
+            fields: names(&mut (0..table.columns.len()).filter(|index| table.columns[*index].written))
+                .into_iter()
+                .chain(config.rowkind.clone().filter(|name| table.find(name).is_none()))
+                .collect(),
             keys: names(&mut table.key.iter().copied()),
-            retracts: declaration.deletes == stint_core::state::declare::Deletes::Retract,
+            deletes: declaration.deletes,
+            owes: declaration.owes(),
+            fieldwise: declaration.fields.iter().any(|field| field.function.is_some()),
+            rowkind: config.rowkind,
             count_keys: Lazy::new(compile::count_keys(&table)),
+            occurrences: Lazy::new(compile::occurrences(&table)),
             runs: Lazy::with_kinds(compile::runs(&table)),
             lock_rows: Lazy::new(compile::lock_rows(&table)),
             lock_table: compile::lock_table(&table),

@@ -77,9 +77,13 @@ def test_sessions_that_record_the_same_events_at_once_record_each_once(connect):
         if n % 2:
             ids.reverse()
         batch = [{"source": "s", "type": "t", "event_id": id, "payload": id} for id in ids]
-        return [{batch[a.ordinality - 1]["event_id"]: a.seq for a in call(conns[n], "record_many", events=json.dumps(batch[i : i + 40]))} for i in range(0, 200, 40)]
+        return {
+            batch[i + a.ordinality - 1]["event_id"]: a.seq
+            for i in range(0, 200, 40)
+            for a in call(conns[n], "record_many", events=json.dumps(batch[i : i + 40]))
+        }
 
-    answers = [{id: seq for part in parts for id, seq in part.items()} for parts in parallel(6, work)]
+    answers = parallel(6, work)
     assert all(answer == answers[0] for answer in answers)
     assert value(conns[0], "SELECT count(*) FROM stint.record_events") == 200
 
@@ -135,3 +139,53 @@ def test_a_batch_of_the_wrong_shape_names_the_event(conn, batch, says):
     assert says in str(error.value) and error.value.diag.message_hint
     assert error.value.sqlstate[:2] == "22"
     assert events(conn) == []
+
+
+def test_a_reader_gets_every_event_once_while_transactions_overlap(connect):
+    conns = [connect() for _ in range(6)]
+    record(conns[0])
+    read, running = [], []
+
+    def work(n):
+        if n == 5:
+            after = None
+            while True:
+                alive = len(running) < 5
+                got = rows(conns[n], "SELECT pos, seq, source FROM stint.events_after(NULL, %s, 7)", after)
+                read.extend((e.seq, e.source) for e in got)
+                after = got[-1].pos if got else after
+                if not got and not alive:
+                    return
+        for i in range(60):
+            with conns[n].transaction():
+                for _ in range(1 + i % 3):
+                    record(conns[n], str(i), source=f"s{n}")
+        running.append(n)
+
+    parallel(6, work)
+    assert sorted(seq for seq, _ in read) == [e.seq for e in events(conns[0])]
+    for n in range(5):
+        own = [seq for seq, source in read if source == f"s{n}"]
+        assert own == sorted(own) and len(own) == 120
+
+
+def test_a_reader_of_some_types_resumes_where_it_was(conn):
+    for n in range(10):
+        record(conn, str(n), type="ab"[n % 2])
+    whole = rows(conn, "SELECT pos, payload::text AS payload FROM stint.events_after('{b}')")
+    assert [e.payload for e in whole] == ["1", "3", "5", "7", "9"]
+    for event in whole:
+        rest = rows(conn, "SELECT payload::text AS payload FROM stint.events_after('{b}', %s)", event.pos)
+        assert [e.payload for e in rest] == [p for p in "13579" if p > event.payload]
+    record(conn, "11", type="b")
+    assert [e.payload for e in rows(conn, "SELECT payload::text AS payload FROM stint.events_after('{b}', %s)", whole[-1].pos)] == ["11"]
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="no position"):
+        conn.execute("SELECT * FROM stint.events_after(NULL, '7')")
+
+
+def test_the_record_is_searched_by_index(conn):
+    conn.execute("SET enable_seqscan = off; SET enable_sort = off")
+    for where, index in [("type = 'a' AND occurred_at >= now()", "event_log_occurred"), ("recorded_at < now()", "event_log_recorded"),
+                         ("source = 's' AND event_id = 'x'", "event_log_id"), ("seq = 4", "event_log_pkey")]:  # fmt: skip
+        plan = "\n".join(r[0] for r in conn.execute(f"EXPLAIN SELECT * FROM stint.record_events WHERE {where}"))
+        assert index in plan, plan

@@ -1,45 +1,10 @@
-"""Merge engines: Apache Paimon's cases, each with every split of its inputs into batches, and random event sets."""
+"""Merges of whole rows and of sequence groups: batches equal their rows one by one, odd tables and values, rights."""
 
 import itertools
 import json
-import pathlib
 import random
 
 import pytest
-
-CASES = {case["id"]: case for case in json.loads((pathlib.Path(__file__).parents[1] / "cases/paimon.json").read_text())}
-# The cases of the two engines; those of aggregate functions and first-row belong to engines that are not there yet.
-IN_SCOPE = [f"PU-{n:02}" for n in (1, 2, 3, 4, 5, 9, 10, 11, 12, 14)] + ["DD-01", "DD-02", "DD-03"]
-TYPES = {"INT": "integer", "BIGINT": "bigint", "DOUBLE": "double precision", "STRING": "text"}
-KINDS = {"+I": "upsert", "+U": "upsert", "-U": "retract", "-D": "delete"}
-
-
-def declare(conn, case, table="cases"):
-    columns = [column.rsplit(" ", 1) for column in case["columns"]]
-    body = ", ".join(f'"{name}" {TYPES[kind]}' for name, kind in columns)
-    key = ", ".join(f'"{name}"' for name in case["key"])
-    conn.execute(f"CREATE TABLE {table} ({body}, PRIMARY KEY ({key}))")
-    sequence, groups, deletes, removes = None, {}, None, None
-    for option, value in case["options"].items():
-        if option == "sequence.field":
-            sequence = value.split(",")
-        elif option.endswith(".sequence-group"):
-            groups[option.removeprefix("fields.").removesuffix(".sequence-group")] = value.split(",")
-        elif option == "ignore-delete":
-            deletes = "ignore"
-        elif option == "partial-update.remove-record-on-delete":
-            deletes = "remove"
-        elif option == "partial-update.remove-record-on-sequence-group":
-            removes = value
-        else:
-            assert option in ("merge-engine", "changelog-producer", "changelog-producer.row-deduplicate"), option
-    if removes:
-        groups[removes] = {"fields": groups[removes], "on_delete": "remove"}
-    conn.execute(
-        "SELECT stint.create_state(%s::regclass, %s, sequence => %s, groups => %s, deletes => %s)",
-        (table, case["engine"], sequence, json.dumps(groups) if groups else None, deletes),
-    )
-    return [name for name, _ in columns]
 
 
 def merge(conn, table, rows, kind="upsert"):
@@ -49,67 +14,6 @@ def merge(conn, table, rows, kind="upsert"):
 
 def rows_of(conn, table):
     return sorted((list(row) for row in conn.execute(f"SELECT * FROM {table}").fetchall()), key=repr)
-
-
-def calls(inputs, cuts):
-    """The inputs as calls of merge: cut where the split says, and where the kind changes."""
-    calls = []
-    for n, event in enumerate(inputs):
-        kind = KINDS[event["kind"]]
-        if n == 0 or n in cuts or calls[-1][0] != kind:
-            calls.append((kind, []))
-        calls[-1][1].append(event["row"])
-    return calls
-
-
-@pytest.mark.parametrize("case_id", IN_SCOPE)
-def test_a_paimon_case_gives_its_rows_in_every_split(conn, case_id):
-    case = CASES[case_id]
-    names = declare(conn, case)
-    inputs = case["inputs"]
-    points = {point["after"]: sorted(point["rows"], key=repr) for point in case.get("checkpoints", [])}
-    seen = set()
-    for length in range(len(inputs)):
-        for cuts in itertools.combinations(range(1, len(inputs)), length):
-            split = calls(inputs, set(cuts))
-            if (shape := tuple((kind, len(rows)) for kind, rows in split)) in seen:
-                continue
-            seen.add(shape)
-            conn.execute("BEGIN")
-            done = 0
-            for kind, rows in split:
-                merge(conn, "cases", [dict(zip(names, row)) for row in rows], kind)
-                done += len(rows)
-                if done in points:
-                    assert rows_of(conn, "cases") == points[done], (shape, done)
-            assert rows_of(conn, "cases") == sorted(case["expected_rows"], key=repr), shape
-            conn.execute("ROLLBACK")
-
-
-@pytest.mark.parametrize("case_id", ["PU-10", "PU-11", "DD-03"])
-def test_a_paimon_case_gives_its_changelog(conn, case_id):
-    case = CASES[case_id]
-    names = declare(conn, case)
-    expected = case.get("expected_changelog_if_option_true", case["expected_changelog"])
-    position = 0
-    for batch, events in itertools.groupby(case["inputs"], key=lambda event: event["batch"]):
-        for kind, rows in calls(list(events), ()):
-            merge(conn, "cases", [dict(zip(names, row)) for row in rows], kind)
-        conn.execute("SELECT stint.tick()")
-        changes = conn.execute("SELECT pos, kind, before, after FROM stint.changes('cases', %s)", (position,)).fetchall()
-        position = changes[-1][0] if changes else position
-        seen = [(kind, [(before if kind in ("-U", "-D") else after)[name] for name in names]) for _, kind, before, after in changes]
-        assert seen == [(change["kind"], change["row"]) for change in expected if change["batch"] == batch], batch
-
-
-def test_partial_update_refuses_deletes_it_was_not_told_about(conn):
-    case = CASES["PU-13"]
-    names = declare(conn, case)
-    merge(conn, "cases", [dict(zip(names, case["inputs"][0]["row"]))])
-    with pytest.raises(Exception, match="public.cases does not accept deletes") as error:
-        merge(conn, "cases", [dict(zip(names, case["inputs"][1]["row"]))], "delete")
-    assert error.value.sqlstate == "55000" and error.value.diag.message_hint
-    assert rows_of(conn, "cases") == [[1, 1]]
 
 
 DECLARATIONS = {

@@ -97,6 +97,18 @@ pub fn slots(projections: &[Projection], key: &Key<'_>) -> Option<String> {
     ))
 }
 
+/// The text of each key that the events `$2` to `$3` touch, as the changelog writes keys, with the number of the last of them that does.
+pub fn causes(projections: &[Projection], key: &Key<'_>) -> String {
+    let in_key = |name: &str| key.columns.iter().any(|(column, ..)| *column == name);
+    let definition = key.columns.iter().map(|(_, quoted, kind)| format!("{quoted} {kind}")).collect::<Vec<_>>().join(", ");
+    let row = key.columns.iter().map(|(_, quoted, _)| format!("k.{quoted}")).collect::<Vec<_>>().join(", ");
+    format!(
+        "SELECT coalesce(array_agg(c.key), '{{}}'), coalesce(array_agg(c.ord), '{{}}')
+         FROM (SELECT stint.image({row})::text AS key, max(r.ord) AS ord FROM ({}) r CROSS JOIN LATERAL jsonb_to_record(r.row) AS k ({definition}) GROUP BY 1) c",
+        rows(projections, |p| p.columns.iter().filter(|(name, _)| in_key(name)).cloned().collect())
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -12,6 +12,7 @@ use super::declare::{Declaration, Deletes, Engine, Group};
 use std::fmt::Write;
 
 mod fold;
+mod functions;
 mod parts;
 mod removal;
 mod upsert;
@@ -52,8 +53,8 @@ pub enum Merge {
     Upsert {
         /// For a batch in which no key comes twice.
         unique: String,
-        /// For any batch.
-        folded: String,
+        /// For any batch; none where a batch in which keys come again goes in rounds, one row of each key at a time ([`occurrences`]).
+        folded: Option<String>,
         /// What follows when keys were inserted that may have been deleted before.
         after: Option<Revival>,
     },
@@ -82,8 +83,12 @@ pub struct Revival {
 pub struct Removal {
     /// Returns how many rows of the batch have a key without a row; if any, the table is locked first. Only where sequences are remembered.
     pub absent: Option<String>,
+    /// Makes rows for the keys without one, for what is subtracted from them before it has arrived; runs when the rows are locked.
+    pub owe: Option<String>,
     /// The removal itself.
     pub apply: String,
+    /// Whether `apply` takes any batch; otherwise it goes in rounds as an upsert does.
+    pub folds: bool,
 }
 
 /// Returns the number of distinct keys.
@@ -133,6 +138,13 @@ pub fn lock_table(table: &Table) -> String {
     format!("LOCK TABLE {} IN SHARE ROW EXCLUSIVE MODE", table.qualified)
 }
 
+/// Reads the declared defaults as their columns' types; none where there are none.
+pub fn read_defaults(table: &Table) -> Option<String> {
+    let read = |column: &super::Column| column.default.as_ref().map(|text| format!("CAST({} AS {})", functions::literal(text), column.bare));
+    let casts: Vec<String> = table.columns.iter().filter_map(read).collect();
+    (!casts.is_empty()).then(|| format!("SELECT {}", casts.join(", ")))
+}
+
 /// CREATE TABLE for the tombstones of a state table: typed as the table is, so that keys compare as they do there.
 pub fn create_tombstones(table: &Table, declaration: &Declaration, name: &str) -> String {
     let mut columns = String::new();
@@ -150,24 +162,32 @@ pub fn create_tombstones(table: &Table, declaration: &Declaration, name: &str) -
 
 /// Compiles the merge of one kind.
 pub fn compile(table: &Table, declaration: &Declaration, kind: Kind) -> Merge {
-    let compiler = Compiler { table, declaration, groups: groups(declaration) };
+    let compiler = Compiler { table, declaration, groups: groups(table, declaration) };
     if kind == Kind::Upsert {
         return compiler.upsert();
     }
     match declaration.deletes {
         Deletes::Refuse => Merge::Refused,
         Deletes::Ignore => Merge::Ignored,
-        Deletes::Remove if kind == Kind::Retract && matches!(declaration.engine, Engine::PartialUpdate { .. }) => Merge::Ignored,
-        Deletes::Remove if compiler.groups.is_empty() => Merge::Remove(compiler.delete_by_arrival()),
-        Deletes::Remove | Deletes::Retract => Merge::Remove(compiler.delete_by_sequence(kind)),
+        _ if compiler.groups.is_empty() && (kind == Kind::Delete && declaration.deletes == Deletes::Remove || compiler.keeps_whole_rows()) => {
+            Merge::Remove(compiler.delete_by_arrival())
+        }
+        _ if compiler.groups.is_empty() && compiler.merged().into_iter().all(|c| compiler.unretracted(c)) => Merge::Ignored,
+        _ if compiler.groups.is_empty() => Merge::Remove(compiler.withdraw_by_arrival()),
+        _ => Merge::Remove(compiler.delete_by_sequence(kind)),
     }
 }
 
-/// The engine's sequences as groups; the one of `deduplicate` decides over the whole row.
-fn groups(declaration: &Declaration) -> Vec<Group> {
+/// The engine's sequences as groups; the one of `deduplicate` decides over the whole row, that of `aggregation` orders all columns.
+fn groups(table: &Table, declaration: &Declaration) -> Vec<Group> {
     match &declaration.engine {
-        Engine::Deduplicate { sequence } if sequence.is_empty() => Vec::new(),
+        Engine::FirstRow => Vec::new(),
+        Engine::Deduplicate { sequence } | Engine::Aggregation { sequence } if sequence.is_empty() => Vec::new(),
         Engine::Deduplicate { sequence } => vec![Group { sequence: sequence.clone(), fields: Vec::new(), remove: true }],
+        Engine::Aggregation { sequence } => {
+            let others = (0..table.columns.len()).filter(|c| table.columns[*c].written && !table.key.contains(c) && !sequence.contains(c));
+            vec![Group { sequence: sequence.clone(), fields: others.collect(), remove: declaration.deletes == Deletes::Remove }]
+        }
         Engine::PartialUpdate { groups } => groups.clone(),
     }
 }
@@ -180,7 +200,12 @@ fn list<T: Copy>(items: &[T], each: impl Fn(T) -> String) -> String {
 fn rows(table: &Table, columns: &[usize]) -> String {
     let definitions = list(columns, |c| format!("{} {}", table.columns[c].quoted, table.columns[c].type_sql));
     let names = list(columns, |c| format!("c{c}"));
-    format!("r AS MATERIALIZED (SELECT * FROM ROWS FROM (jsonb_to_recordset($1) AS ({definitions})) WITH ORDINALITY AS x ({names}, ord))")
+    let values = list(columns, |c| match &table.columns[c].default {
+        Some(default) => format!("coalesce(c{c}, CAST({} AS {})) AS c{c}", functions::literal(default), table.columns[c].bare),
+        None => format!("c{c}"),
+    });
+    let selected = if values == names { String::from("*") } else { format!("{values}, ord") };
+    format!("r AS MATERIALIZED (SELECT {selected} FROM ROWS FROM (jsonb_to_recordset($1) AS ({definitions})) WITH ORDINALITY AS x ({names}, ord))")
 }
 
 struct Compiler<'a> {
@@ -190,4 +215,5 @@ struct Compiler<'a> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests;

@@ -1,6 +1,7 @@
 //! What `create_state` was told, checked against the table: conflicts are found here, when the table is declared, and never by a merge.
 
-use super::Table;
+use super::fields::{self, Field, Function};
+use super::{Column, Table};
 use crate::names::nearest;
 use serde_json::Value;
 
@@ -9,6 +10,13 @@ use serde_json::Value;
 pub enum Engine {
     /// The newest row replaces the whole row.
     Deduplicate {
+        /// Columns that say which row is newer, compared in order; empty: the later arrival is.
+        sequence: Vec<usize>,
+    },
+    /// The first row stays.
+    FirstRow,
+    /// Each column is merged by its aggregate function.
+    Aggregation {
         /// Columns that say which row is newer, compared in order; empty: the later arrival is.
         sequence: Vec<usize>,
     },
@@ -39,7 +47,8 @@ pub enum Deletes {
     Ignore,
     /// It removes the row.
     Remove,
-    /// It sets the fields of the sequence groups it is not older than to null, and advances them.
+    /// It is taken back field by field: aggregate functions subtract it, other fields of the sequence groups it is not older than become null, and the groups
+    /// advance.
     Retract,
 }
 
@@ -59,7 +68,24 @@ impl Deletes {
 }
 
 /// The engines there are.
-pub const ENGINES: [&str; 2] = ["deduplicate", "partial-update"];
+pub const ENGINES: [&str; 4] = ["deduplicate", "first-row", "aggregation", "partial-update"];
+
+/// What `create_state` was given.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Told<'a> {
+    /// The engine's name.
+    pub engine: &'a str,
+    /// Columns that order the rows.
+    pub sequence: Option<&'a [String]>,
+    /// Sequence groups: the text of a JSON object.
+    pub groups: Option<&'a str>,
+    /// What deletes do.
+    pub deletes: Option<&'a str>,
+    /// Functions and options of single columns: the text of a JSON object.
+    pub fields: Option<&'a str>,
+    /// The field of the rows that carries their kind.
+    pub rowkind: Option<&'a str>,
+}
 
 /// A checked declaration.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,6 +94,8 @@ pub struct Declaration {
     pub engine: Engine,
     /// What deletes do.
     pub deletes: Deletes,
+    /// What was declared of each column of the table.
+    pub fields: Vec<Field>,
 }
 
 /// The kind of a refusal: it decides the SQLSTATE.
@@ -92,11 +120,11 @@ pub struct Refusal {
     pub hint: String,
 }
 
-fn refuse<T>(why: Why, message: impl Into<String>, hint: impl Into<String>) -> Result<T, Refusal> {
+pub(super) fn refuse<T>(why: Why, message: impl Into<String>, hint: impl Into<String>) -> Result<T, Refusal> {
     Err(Refusal { why, message: message.into(), hint: hint.into() })
 }
 
-fn unknown<T>(why: Why, message: String, name: &str, known: &[&str], otherwise: &str) -> Result<T, Refusal> {
+pub(super) fn unknown<T>(why: Why, message: String, name: &str, known: &[&str], otherwise: &str) -> Result<T, Refusal> {
     let hint = match nearest(name, known.iter().copied()) {
         Some(near) => format!("Did you mean \"{near}\"?"),
         None => format!("{otherwise} {}.", known.join(", ")),
@@ -105,14 +133,8 @@ fn unknown<T>(why: Why, message: String, name: &str, known: &[&str], otherwise: 
 }
 
 impl Declaration {
-    /// Checks what `create_state` was given. `groups` is the text of a JSON object.
-    pub fn check(
-        table: &Table,
-        engine: &str,
-        sequence: Option<&[String]>,
-        groups: Option<&str>,
-        deletes: Option<&str>,
-    ) -> Result<Declaration, Refusal> {
+    /// Checks what `create_state` was given.
+    pub fn check(table: &Table, told: &Told) -> Result<Declaration, Refusal> {
         for index in &table.key {
             let column = &table.columns[*index];
             if !column.written {
@@ -123,52 +145,137 @@ impl Declaration {
                 );
             }
         }
-        let engine = match engine {
-            "deduplicate" => {
-                if groups.is_some() {
-                    return refuse(
-                        Why::Value,
-                        "engine \"deduplicate\" takes no groups: its newest row replaces the whole row",
-                        "Name the columns that order the rows in sequence, or declare engine \"partial-update\".",
-                    );
+        let engine = engine(table, told)?;
+        let ordering: Vec<usize> = sequences_of(&engine).concat();
+        let mut fields = fields::parse(table, told.fields, &ordering)?;
+        check_fields(table, &engine, &ordering, &fields)?;
+        if matches!(engine, Engine::Aggregation { .. }) {
+            for (index, field) in fields.iter_mut().enumerate() {
+                if !ordering.contains(&index) && field.function.is_none() {
+                    field.function = Some(Function::LastNonNullValue);
                 }
-                Engine::Deduplicate { sequence: sequence_columns(table, sequence.unwrap_or_default())? }
             }
-            "partial-update" => {
-                if sequence.is_some_and(|names| !names.is_empty()) {
-                    return refuse(
-                        Why::Value,
-                        "engine \"partial-update\" takes no sequence: one sequence cannot order columns that arrive apart",
-                        "Give the sequence column its fields in groups, as in {\"updated_at\": [\"price\", \"stock\"]}.",
-                    );
-                }
-                Engine::PartialUpdate { groups: sequence_groups(table, groups)? }
-            }
-            other => return unknown(Why::Value, format!("engine \"{other}\" does not exist"), other, &ENGINES, "The engines are"),
-        };
-        let deletes = deletes_policy(&engine, deletes)?;
-        Ok(Declaration { engine, deletes })
+        }
+        if let Some(name) = told.rowkind {
+            fields::check_rowkind(table, name)?;
+        }
+        let deletes = deletes_policy(table, &engine, &fields, told.deletes)?;
+        Ok(Declaration { engine, deletes, fields })
     }
 
     /// Whether keys without a row must be remembered with their sequence.
     pub fn remembers(&self) -> bool {
+        let (removes, retracts) = (self.deletes == Deletes::Remove, self.deletes == Deletes::Retract && !self.owes());
         match &self.engine {
-            Engine::Deduplicate { sequence } => self.deletes == Deletes::Remove && !sequence.is_empty(),
-            Engine::PartialUpdate { groups } => self.deletes == Deletes::Retract && !groups.is_empty(),
+            Engine::Deduplicate { sequence } => removes && !sequence.is_empty(),
+            Engine::FirstRow => false,
+            Engine::Aggregation { sequence } => (removes || retracts) && !sequence.is_empty(),
+            Engine::PartialUpdate { groups } => retracts && !groups.is_empty(),
         }
     }
 
-    /// The sequences of the engine: one for `deduplicate` with a sequence, one per group for `partial-update`.
+    /// Whether a retraction of a key without a row makes one, which holds what is to be subtracted from what is still to come.
+    pub fn owes(&self) -> bool {
+        let subtracts = |field: &Field| !field.ignore_retract && matches!(field.function, Some(Function::Sum | Function::Count));
+        self.deletes == Deletes::Retract && !self.removes_by_group() && self.fields.iter().any(subtracts)
+    }
+
+    fn removes_by_group(&self) -> bool {
+        matches!(&self.engine, Engine::PartialUpdate { groups } if groups.iter().any(|group| group.remove))
+    }
+
+    /// The sequences of the engine: one for an engine with a sequence, one per group for `partial-update`.
     pub fn sequences(&self) -> Vec<&[usize]> {
-        match &self.engine {
-            Engine::Deduplicate { sequence } if sequence.is_empty() => Vec::new(),
-            Engine::Deduplicate { sequence } => vec![sequence],
-            Engine::PartialUpdate { groups } => groups.iter().map(|group| group.sequence.as_slice()).collect(),
-        }
+        sequences_of(&self.engine)
     }
 }
 
-fn column(table: &Table, name: &str) -> Result<usize, Refusal> {
+fn sequences_of(engine: &Engine) -> Vec<&[usize]> {
+    match engine {
+        Engine::FirstRow => Vec::new(),
+        Engine::Deduplicate { sequence } | Engine::Aggregation { sequence } if sequence.is_empty() => Vec::new(),
+        Engine::Deduplicate { sequence } | Engine::Aggregation { sequence } => vec![sequence],
+        Engine::PartialUpdate { groups } => groups.iter().map(|group| group.sequence.as_slice()).collect(),
+    }
+}
+
+fn engine(table: &Table, told: &Told) -> Result<Engine, Refusal> {
+    let sequence = told.sequence.unwrap_or_default();
+    let no_groups = |why: &str, hint: &str| match told.groups {
+        None => Ok(()),
+        Some(_) => refuse(Why::Value, format!("engine \"{}\" takes no groups: {why}", told.engine), hint),
+    };
+    match told.engine {
+        "deduplicate" => {
+            no_groups(
+                "its newest row replaces the whole row",
+                "Name the columns that order the rows in sequence, or declare engine \"partial-update\".",
+            )?;
+            Ok(Engine::Deduplicate { sequence: sequence_columns(table, sequence)? })
+        }
+        "first-row" => {
+            no_groups("its first row stays as it is", "Leave groups out, or declare engine \"partial-update\".")?;
+            if !sequence.is_empty() {
+                return refuse(
+                    Why::Value,
+                    "engine \"first-row\" takes no sequence: the row that arrives first stays, whatever it says of itself",
+                    "Leave sequence out, or declare engine \"aggregation\" with function \"first_value\".",
+                );
+            }
+            Ok(Engine::FirstRow)
+        }
+        "aggregation" => {
+            no_groups(
+                "one sequence orders its rows",
+                "Name the columns that order the rows in sequence, or declare engine \"partial-update\", which takes functions too.",
+            )?;
+            Ok(Engine::Aggregation { sequence: sequence_columns(table, sequence)? })
+        }
+        "partial-update" => {
+            if !sequence.is_empty() {
+                return refuse(
+                    Why::Value,
+                    "engine \"partial-update\" takes no sequence: one sequence cannot order columns that arrive apart",
+                    "Give the sequence column its fields in groups, as in {\"updated_at\": [\"price\", \"stock\"]}.",
+                );
+            }
+            Ok(Engine::PartialUpdate { groups: sequence_groups(table, told.groups)? })
+        }
+        other => unknown(Why::Value, format!("engine \"{other}\" does not exist"), other, &ENGINES, "The engines are"),
+    }
+}
+
+/// Refuses functions and defaults that the engine has no use for.
+fn check_fields(table: &Table, engine: &Engine, ordering: &[usize], fields: &[Field]) -> Result<(), Refusal> {
+    for (index, field) in fields.iter().enumerate() {
+        let name = &table.columns[index].name;
+        match engine {
+            Engine::Deduplicate { .. } | Engine::FirstRow if field.function.is_some() || field.ignore_retract => {
+                return refuse(
+                    Why::Value,
+                    format!("field \"{name}\" has a function or ignore_retract, but its engine keeps whole rows"),
+                    "Leave them out, or declare engine \"aggregation\" or \"partial-update\".",
+                );
+            }
+            Engine::PartialUpdate { groups }
+                if field.default.is_some()
+                    && field.function.is_none()
+                    && !ordering.contains(&index)
+                    && !groups.iter().any(|group| group.fields.contains(&index)) =>
+            {
+                return refuse(
+                    Why::Value,
+                    format!("field \"{name}\" has a default, which every row without a value for it would write over the one stored"),
+                    "Leave the default out, or put the column into a group, whose rows bring all its fields.",
+                );
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn column(table: &Table, name: &str) -> Result<usize, Refusal> {
     match table.find(name) {
         Some(index) => Ok(index),
         None => {
@@ -178,7 +285,7 @@ fn column(table: &Table, name: &str) -> Result<usize, Refusal> {
     }
 }
 
-fn value_column(table: &Table, name: &str, role: &str) -> Result<usize, Refusal> {
+pub(super) fn value_column(table: &Table, name: &str, role: &str) -> Result<usize, Refusal> {
     let index = column(table, name)?;
     if table.key.contains(&index) {
         return refuse(
@@ -294,7 +401,26 @@ fn group_options<'a>(left: &str, options: &'a serde_json::Map<String, Value>, sh
     }
 }
 
-fn deletes_policy(engine: &Engine, word: Option<&str>) -> Result<Deletes, Refusal> {
+/// The first column that a retraction would have to change and cannot.
+fn obstacle<'a>(table: &'a Table, fields: &[Field]) -> Option<(&'a Column, String)> {
+    table.columns.iter().zip(fields).find_map(|(column, field)| {
+        let why = field.cannot_retract(column)?;
+        let function = field.function.as_ref().map_or("", Function::name);
+        Some((column, format!("{function} of column \"{}\" cannot be retracted: {why}", column.name)))
+    })
+}
+
+/// Refuses a policy under which deletes or retractions reach a field that cannot take them back.
+fn check_retraction(table: &Table, fields: &[Field], policy: Deletes) -> Result<Deletes, Refusal> {
+    let Some((column, why)) = obstacle(table, fields) else { return Ok(policy) };
+    refuse(
+        Why::Value,
+        format!("deletes \"{}\" is not possible: {why}", policy.word()),
+        format!("Say {{\"{}\": {{…, \"ignore_retract\": true}}}} in fields, or use deletes \"ignore\" or \"refuse\".", column.name),
+    )
+}
+
+fn deletes_policy(table: &Table, engine: &Engine, fields: &[Field], word: Option<&str>) -> Result<Deletes, Refusal> {
     let given = match word {
         None => None,
         Some(word) => match DELETES.iter().find(|policy| policy.word() == word) {
@@ -319,10 +445,27 @@ fn deletes_policy(engine: &Engine, word: Option<&str>) -> Result<Deletes, Refusa
             ),
             other => Ok(other.unwrap_or(Deletes::Remove)),
         },
+        Engine::FirstRow => match given {
+            Some(policy @ (Deletes::Remove | Deletes::Retract)) => refuse(
+                Why::Value,
+                format!("deletes \"{}\" is not possible with engine \"first-row\", which keeps the first row of a key for good", policy.word()),
+                "Use \"ignore\" or \"refuse\".",
+            ),
+            other => Ok(other.unwrap_or(Deletes::Refuse)),
+        },
+        Engine::Aggregation { .. } => match given {
+            Some(policy @ (Deletes::Remove | Deletes::Retract)) => check_retraction(table, fields, policy),
+            Some(policy) => Ok(policy),
+            None if obstacle(table, fields).is_some() => Ok(Deletes::Refuse),
+            None => Ok(Deletes::Retract),
+        },
         Engine::PartialUpdate { groups } if groups.is_empty() => match given {
-            Some(Deletes::Retract) => {
-                refuse(Why::Value, "deletes \"retract\" needs sequence groups", "Declare groups, or use \"remove\", \"ignore\" or \"refuse\".")
-            }
+            Some(Deletes::Retract) if fields.iter().all(|field| field.function.is_none()) => refuse(
+                Why::Value,
+                "deletes \"retract\" needs sequence groups or aggregate functions",
+                "Declare groups or functions, or use \"remove\", \"ignore\" or \"refuse\".",
+            ),
+            Some(policy @ (Deletes::Remove | Deletes::Retract)) => check_retraction(table, fields, policy),
             other => Ok(other.unwrap_or(Deletes::Refuse)),
         },
         Engine::PartialUpdate { groups } => match given {
@@ -336,14 +479,16 @@ fn deletes_policy(engine: &Engine, word: Option<&str>) -> Result<Deletes, Refusa
                 format!("deletes \"{}\" contradicts a group's on_delete \"remove\"", if policy == Deletes::Ignore { "ignore" } else { "refuse" }),
                 "Leave one of the two out.",
             ),
-            other => Ok(other.unwrap_or(Deletes::Retract)),
+            Some(policy @ (Deletes::Ignore | Deletes::Refuse)) => Ok(policy),
+            None if obstacle(table, fields).is_some() && !groups.iter().any(|group| group.remove) => Ok(Deletes::Refuse),
+            Some(Deletes::Retract) | None => check_retraction(table, fields, Deletes::Retract),
         },
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::Column;
+    use super::super::Family;
     use super::*;
 
     fn table() -> Table {
@@ -351,9 +496,13 @@ mod tests {
             name: name.into(),
             quoted: name.into(),
             type_sql: "integer".into(),
+            bare: "integer".into(),
+            family: if name == "shape" { Family::Float } else { Family::Integer },
+            schema: "pg_catalog".into(),
             written: name != "total",
             less: (name != "shape").then(|| "OPERATOR(pg_catalog.<)".into()),
             equal: Some("OPERATOR(pg_catalog.=)".into()),
+            default: None,
         };
         Table {
             qualified: "shop.goods".into(),
@@ -365,7 +514,7 @@ mod tests {
 
     fn check(engine: &str, sequence: Option<&[&str]>, groups: Option<&str>, deletes: Option<&str>) -> Result<Declaration, Refusal> {
         let sequence: Option<Vec<String>> = sequence.map(|names| names.iter().map(|name| name.to_string()).collect());
-        Declaration::check(&table(), engine, sequence.as_deref(), groups, deletes)
+        Declaration::check(&table(), &Told { engine, sequence: sequence.as_deref(), groups, deletes, ..Told::default() })
     }
 
     #[test]
@@ -400,6 +549,10 @@ mod tests {
             ("deduplicate", Some(&["shape"]), None, None, "without an order"),
             ("deduplicate", Some(&["seq", "seq"]), None, None, "twice"),
             ("deduplicate", None, None, Some("retract"), "needs sequence groups"),
+            ("first-row", Some(&["seq"]), None, None, "takes no sequence"),
+            ("first-row", None, Some(r#"{"seq": ["price"]}"#), None, "takes no groups"),
+            ("first-row", None, None, Some("remove"), "keeps the first row"),
+            ("aggregation", None, Some(r#"{"seq": ["price"]}"#), None, "takes no groups"),
             ("partial-update", Some(&["seq"]), None, None, "takes no sequence"),
             ("partial-update", None, Some("[]"), None, "not a JSON object"),
             ("partial-update", None, Some("{}"), None, "empty"),
@@ -422,6 +575,61 @@ mod tests {
         ] {
             let text = told(engine, sequence, groups, deletes);
             assert!(text.contains(part), "{text}");
+        }
+    }
+
+    fn fields(engine: &str, sequence: Option<&[&str]>, fields: &str, deletes: Option<&str>) -> Result<Declaration, Refusal> {
+        let sequence: Option<Vec<String>> = sequence.map(|names| names.iter().map(|name| name.to_string()).collect());
+        Declaration::check(&table(), &Told { engine, sequence: sequence.as_deref(), deletes, fields: Some(fields), ..Told::default() })
+    }
+
+    #[test]
+    fn fields_without_a_function_take_the_one_for_all_and_else_the_engines() {
+        let declared =
+            fields("aggregation", Some(&["seq"]), r#"{"*": "max", "price": "sum", "shape": "last_value", "stock": {"default": 0, "ignore_retract": true}}"#, None);
+        let Ok(declared) = declared else { unreachable!("{declared:?}") };
+        let functions: Vec<Option<&str>> = declared.fields.iter().map(|field| field.function.as_ref().map(Function::name)).collect();
+        assert_eq!(functions[1..5], [Some("sum"), Some("max"), None, Some("max")]);
+        assert_eq!(declared.fields[2].default.as_deref(), Some("0"));
+        assert!(declared.fields[2].ignore_retract);
+        // A maximum cannot be taken back, so nothing reaches it unless that is said.
+        assert_eq!(declared.deletes, Deletes::Refuse);
+        let plain = fields("aggregation", None, r#"{"price": "sum"}"#, None);
+        assert!(
+            plain
+                .is_ok_and(|plain| plain.deletes == Deletes::Retract && plain.owes() && plain.fields[2].function == Some(Function::LastNonNullValue))
+        );
+    }
+
+    #[test]
+    fn what_a_field_cannot_do_is_refused_with_its_reason() {
+        for (engine, told, deletes, part) in [
+            ("aggregation", r#"[]"#, None, "not a JSON object"),
+            ("aggregation", r#"{"prise": "sum"}"#, None, "Did you mean \"price\"?"),
+            ("aggregation", r#"{"price": "summ"}"#, None, "Did you mean \"sum\"?"),
+            ("aggregation", r#"{"price": {"funktion": "sum"}}"#, None, "Did you mean \"function\"?"),
+            ("aggregation", r#"{"price": 1}"#, None, "neither the name of a function"),
+            ("aggregation", r#"{"k": "sum"}"#, None, "primary key"),
+            ("aggregation", r#"{"total": "sum"}"#, None, "filled by PostgreSQL"),
+            ("aggregation", r#"{"seq": "sum"}"#, None, "takes no aggregate function"),
+            ("aggregation", r#"{"shape": "max"}"#, None, "needs a type that has an order"),
+            ("aggregation", r#"{"price": "bool_or"}"#, None, "needs boolean"),
+            ("aggregation", r#"{"price": "hll_union"}"#, None, "CREATE EXTENSION hll"),
+            ("aggregation", r#"{"price": {"function": "sum", "separator": ","}}"#, None, "which sum does not take"),
+            ("aggregation", r#"{"price": {"function": "sum", "ignore_retract": 1}}"#, None, "Give true or false"),
+            ("aggregation", r#"{"price": "max"}"#, Some("retract"), "max of column \"price\" cannot be retracted"),
+            ("aggregation", r#"{"shape": "sum"}"#, Some("retract"), "floating-point"),
+            ("aggregation", r#"{"*": {"function": "sum", "default": 1}}"#, None, "a default belongs to a column"),
+            ("partial-update", r#"{"price": {"default": 1}}"#, None, "would write over"),
+            ("partial-update", r#"{"price": "min"}"#, Some("remove"), "min of column \"price\" cannot be retracted"),
+            ("deduplicate", r#"{"price": "sum"}"#, None, "keeps whole rows"),
+            ("first-row", r#"{"price": "first_value"}"#, None, "keeps whole rows"),
+        ] {
+            let sequence: Option<&[&str]> = (engine == "aggregation").then_some(&["seq"]);
+            match fields(engine, sequence, told, deletes) {
+                Err(refusal) => assert!(format!("{} / {}", refusal.message, refusal.hint).contains(part), "{refusal:?}"),
+                Ok(declared) => unreachable!("{told}: {declared:?}"),
+            }
         }
     }
 }

@@ -28,13 +28,14 @@ impl Compiler<'_> {
         (0..self.table.columns.len()).filter(|c| self.column(*c).written && !self.table.key.contains(c)).collect()
     }
 
-    /// Written columns outside key and groups: with partial-update, those that take every non-null value.
-    pub(super) fn free(&self) -> Vec<usize> {
-        self.values().into_iter().filter(|c| !self.groups.iter().any(|g| g.sequence.contains(c) || g.fields.contains(c))).collect()
-    }
-
+    /// Whether rows replace each other whole.
     pub(super) fn deduplicates(&self) -> bool {
         matches!(self.declaration.engine, Engine::Deduplicate { .. })
+    }
+
+    /// Whether rows are kept or replaced whole, never column by column.
+    pub(super) fn keeps_whole_rows(&self) -> bool {
+        matches!(self.declaration.engine, Engine::Deduplicate { .. } | Engine::FirstRow)
     }
 
     /// Whether the sequence `new` is not older than `old`: lexicographic, null before everything.
@@ -56,9 +57,10 @@ impl Compiler<'_> {
         format!("({text})")
     }
 
-    /// Whether the group has a sequence in that row at all; a row without leaves the group alone. `deduplicate` takes null as the lowest sequence instead.
+    /// Whether the group has a sequence in that row at all; a row without leaves the group alone. A sequence of the whole row takes null as its lowest value
+    /// instead.
     pub(super) fn present(&self, g: usize, name: impl Fn(usize, usize) -> String) -> String {
-        if self.deduplicates() {
+        if !matches!(self.declaration.engine, Engine::PartialUpdate { .. }) {
             return "true".into();
         }
         let parts: Vec<String> = self.groups[g].sequence.iter().enumerate().map(|(j, c)| format!("{} IS NOT NULL", name(j, *c))).collect();

@@ -1,10 +1,11 @@
 //! Rows are deleted or withdrawn.
 
 use super::{Compiler, Kind, Removal, list, rows};
+use crate::state::fields::Function;
 use std::fmt::Write;
 
 impl Compiler<'_> {
-    fn removal(&self, apply: String) -> Removal {
+    fn removal(&self, kind: Kind, apply: String) -> Removal {
         let target = &self.table.qualified;
         let rows = rows(self.table, &self.table.key);
         Removal {
@@ -13,20 +14,98 @@ impl Compiler<'_> {
                 .tombstones
                 .as_ref()
                 .map(|_| format!("WITH {rows}\nSELECT count(*) FROM r WHERE NOT EXISTS (SELECT FROM {target} t WHERE {})", self.target_key_is("r"))),
+            owe: self.declaration.owes().then(|| self.owe(kind)),
             apply,
+            folds: self.folds(kind),
         }
+    }
+
+    /// Rows for the keys that have none, neutral in every column that subtracts something: the removal then finds them.
+    fn owe(&self, kind: Kind) -> String {
+        let subtracting: Vec<usize> =
+            self.merged().into_iter().filter(|c| !self.unretracted(*c) && matches!(self.function(*c), Function::Sum | Function::Count)).collect();
+        let columns: Vec<usize> = self.key_and(&self.inputs_of(&subtracting));
+        let gathered = self.gathered("e", "", kind, &subtracting);
+        let neutral: String = gathered
+            .values
+            .iter()
+            .map(|(c, value)| {
+                let zero = format!("CAST('0' AS {})", self.column(*c).bare);
+                format!(", CASE WHEN {value} IS NOT NULL THEN {zero} END")
+            })
+            .collect();
+        let named: String = subtracting.iter().map(|c| format!(", {}", self.quoted(*c))).collect();
+        format!(
+            "WITH {events}{with}\nINSERT INTO {target} AS t ({names}{named})\n  SELECT {keys}{neutral} FROM h JOIN u ON u.kid = h.kid{joins}\n  \
+             WHERE NOT EXISTS (SELECT FROM {target} t WHERE {same}) ORDER BY {keys}\n  ON CONFLICT ({names}) DO NOTHING",
+            events = self.events(&columns),
+            with = gathered.with,
+            target = self.table.qualified,
+            names = list(&self.table.key, |c| self.quoted(c).to_string()),
+            keys = self.keys("h."),
+            joins = gathered.joins,
+            same = self.target_key_is("h"),
+        )
+    }
+
+    /// The columns, and the sequences by which their groups are named in a row.
+    fn inputs_of(&self, columns: &[usize]) -> Vec<usize> {
+        let mut all = columns.to_vec();
+        for g in columns.iter().filter_map(|c| self.group_of(*c)) {
+            all.extend(self.groups[g].sequence.iter().filter(|c| !columns.contains(c)));
+        }
+        all.sort_unstable();
+        all.dedup();
+        all
+    }
+
+    fn key_and(&self, columns: &[usize]) -> Vec<usize> {
+        self.table.key.iter().chain(columns).copied().collect()
+    }
+
+    /// The columns whose values a retraction takes back.
+    fn taken_back(&self) -> Vec<usize> {
+        if self.keeps_whole_rows() { Vec::new() } else { self.merged().into_iter().filter(|c| !self.unretracted(*c)).collect() }
+    }
+
+    /// A retraction where no sequence judges it.
+    pub(super) fn withdraw_by_arrival(&self) -> Removal {
+        let taken = self.taken_back();
+        let gathered = self.gathered("e", "", Kind::Retract, &taken);
+        let values: String = gathered.values.iter().map(|(c, value)| format!(", {value} AS z{c}")).collect();
+        let combined: Vec<(usize, String)> = taken.iter().map(|c| (*c, self.withdrawn(*c, "true", &format!("f.z{c}")))).collect();
+        let set = combined.iter().map(|(c, text)| format!("{} = {text}", self.quoted(*c))).collect::<Vec<_>>().join(",\n    ");
+        self.removal(
+            Kind::Retract,
+            format!(
+                "WITH {events}{with},\nf AS MATERIALIZED (SELECT {keys}{values} FROM h JOIN u ON u.kid = h.kid{joins}),\n\
+                 w AS (UPDATE {target} t SET\n    {set}\n  FROM f WHERE {same} AND {differs} RETURNING 1),\n\
+                 n (keys, updated) AS (SELECT (SELECT count(*) FROM h), (SELECT count(*) FROM w))\n\
+                 SELECT 0::bigint, updated, 0::bigint, greatest(keys - updated, 0), 0::bigint FROM n",
+                events = self.events(&self.key_and(&taken)),
+                with = gathered.with,
+                keys = self.keys("h."),
+                joins = gathered.joins,
+                target = self.table.qualified,
+                same = self.target_key_is("f"),
+                differs = self.differs(&combined),
+            ),
+        )
     }
 
     /// A delete without a sequence removes what is there when it arrives.
     pub(super) fn delete_by_arrival(&self) -> Removal {
-        self.removal(format!(
-            "WITH {events},\nw AS (DELETE FROM {target} t USING h WHERE {same} RETURNING 1),\n\
+        self.removal(
+            Kind::Delete,
+            format!(
+                "WITH {events},\nw AS (DELETE FROM {target} t USING h WHERE {same} RETURNING 1),\n\
              n (keys, deleted) AS (SELECT (SELECT count(*) FROM h), (SELECT count(*) FROM w))\n\
              SELECT 0::bigint, 0::bigint, deleted, greatest(keys - deleted, 0), 0::bigint FROM n",
-            events = self.events(&self.table.key),
-            target = self.table.qualified,
-            same = self.target_key_is("h"),
-        ))
+                events = self.events(&self.table.key),
+                target = self.table.qualified,
+                same = self.target_key_is("h"),
+            ),
+        )
     }
 
     /// A delete or retraction judged by sequence. `wins` says that the key is removed: then it starts anew from the sequences of the deleting row (and of
@@ -34,10 +113,17 @@ impl Compiler<'_> {
     pub(super) fn delete_by_sequence(&self, kind: Kind) -> Removal {
         let deciding = if kind == Kind::Delete || self.deduplicates() { self.groups.iter().position(|group| group.remove) } else { None };
         let places = self.sequence_places();
-        let mut columns = self.table.key.clone();
-        columns.extend(places.iter().map(|(_, _, c)| *c));
+        let taken = self.taken_back();
+        let mut inputs: Vec<usize> = places.iter().map(|(_, _, c)| *c).chain(taken.iter().copied()).collect();
+        inputs.sort_unstable();
+        let columns = self.key_and(&inputs);
         let mut with = format!("{},\n{},\n{}", self.events(&columns), self.base(), self.judged(&columns, ""));
+        let gathered = self.gathered("e", "", Kind::Retract, &taken);
         let mut joins = String::new();
+        if !taken.is_empty() {
+            with.push_str(&gathered.with);
+            let _ = write!(joins, " JOIN u ON u.kid = h.kid{}", gathered.joins);
+        }
         for g in 0..self.groups.len() {
             let _ = write!(
                 with,
@@ -78,6 +164,9 @@ impl Compiler<'_> {
                 }
             }
         }
+        for (c, value) in &gathered.values {
+            let _ = write!(outputs, ", {value} AS z{c}");
+        }
         let _ = write!(with, ",\nf AS MATERIALIZED (SELECT {outputs}\n  FROM h JOIN b ON b.kid = h.kid{joins})");
 
         let target = &self.table.qualified;
@@ -91,9 +180,10 @@ impl Compiler<'_> {
                 for (j, c) in group.sequence.iter().enumerate() {
                     combined.push((*c, format!("CASE WHEN f.a{g} THEN f.s{g}_{j} ELSE t.{} END", self.quoted(*c))));
                 }
-                for c in &group.fields {
-                    combined.push((*c, format!("CASE WHEN NOT f.a{g} THEN t.{} END", self.quoted(*c))));
-                }
+            }
+            for c in &taken {
+                let newer = self.group_of(*c).map_or(String::from("true"), |g| format!("f.a{g}"));
+                combined.push((*c, self.withdrawn(*c, &newer, &format!("f.z{c}"))));
             }
             let set = combined.iter().map(|(c, text)| format!("{} = {text}", self.quoted(*c))).collect::<Vec<_>>().join(",\n    ");
             let _ = write!(
@@ -123,7 +213,7 @@ impl Compiler<'_> {
                 after = compare("EXCLUDED"),
             );
         }
-        self.removal(format!(
+        self.removal(kind, format!(
             "WITH {with},\nn (keys, deleted, updated, late, late_keys) AS (SELECT (SELECT count(*) FROM h), (SELECT count(*) FROM del), {updated},\n  \
              (SELECT count(*) FROM v WHERE late), (SELECT count(*) FROM (SELECT FROM v GROUP BY kid HAVING bool_and(late)) z))\n\
              SELECT 0::bigint, updated, deleted, greatest(keys - updated - deleted - late_keys, 0), late FROM n"

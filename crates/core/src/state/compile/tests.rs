@@ -1,5 +1,6 @@
 use super::*;
-use crate::state::Column;
+use crate::state::declare::Told;
+use crate::state::{Column, Family};
 use proptest::prelude::*;
 
 fn column(name: &str) -> Column {
@@ -7,9 +8,12 @@ fn column(name: &str) -> Column {
         name: name.into(),
         quoted: format!("\"{}\"", name.replace('"', "\"\"")),
         type_sql: "numeric(10,2)".into(),
+        bare: "numeric(10,2)".into(),
+        family: Family::Numeric,
         written: true,
         less: Some("OPERATOR(pg_catalog.<)".into()),
         equal: Some("OPERATOR(pg_catalog.=)".into()),
+        ..Column::default()
     }
 }
 
@@ -27,7 +31,8 @@ fn statements(merge: &Merge) -> Vec<&str> {
     match merge {
         Merge::Refused | Merge::Ignored => Vec::new(),
         Merge::Upsert { unique, folded, after } => {
-            let mut all = vec![unique.as_str(), folded];
+            let mut all = vec![unique.as_str()];
+            all.extend(folded.as_deref());
             if let Some(after) = after {
                 all.extend([after.hit.as_str(), &after.tombstones, &after.forget]);
                 all.extend(after.remove.as_deref().into_iter().chain(after.adjust.as_deref()));
@@ -36,7 +41,7 @@ fn statements(merge: &Merge) -> Vec<&str> {
         }
         Merge::Remove(removal) => {
             let mut all = vec![removal.apply.as_str()];
-            all.extend(removal.absent.as_deref());
+            all.extend(removal.absent.as_deref().into_iter().chain(removal.owe.as_deref()));
             all
         }
     }
@@ -82,7 +87,7 @@ fn declarations() -> impl Strategy<Value = Declaration> {
     let values: Vec<usize> = (2..NAMES.len()).collect();
     let deduplicate =
         (proptest::sample::subsequence(values.clone(), 0..=3), prop_oneof![Just(Deletes::Remove), Just(Deletes::Ignore), Just(Deletes::Refuse)])
-            .prop_map(|(sequence, deletes)| Declaration { engine: Engine::Deduplicate { sequence }, deletes });
+            .prop_map(|(sequence, deletes)| Declaration { engine: Engine::Deduplicate { sequence }, deletes, fields: Vec::new() });
     let partial = (Just(values).prop_shuffle(), 0usize..3, 1usize..3, proptest::option::of(0usize..2)).prop_map(|(order, groups, width, remove)| {
         let groups: Vec<Group> = (0..groups)
             .map(|g| Group {
@@ -92,7 +97,7 @@ fn declarations() -> impl Strategy<Value = Declaration> {
             })
             .collect();
         let deletes = if groups.is_empty() { Deletes::Remove } else { Deletes::Retract };
-        Declaration { engine: Engine::PartialUpdate { groups }, deletes }
+        Declaration { engine: Engine::PartialUpdate { groups }, deletes, fields: Vec::new() }
     });
     prop_oneof![deduplicate, partial]
 }
@@ -122,7 +127,7 @@ proptest! {
 
 #[test]
 fn a_plain_upsert_reads_as_one_would_write_it() {
-    let declaration = Declaration { engine: Engine::PartialUpdate { groups: Vec::new() }, deletes: Deletes::Refuse };
+    let declaration = Declaration { engine: Engine::PartialUpdate { groups: Vec::new() }, deletes: Deletes::Refuse, fields: Vec::new() };
     let table = table(&["id", "price"], &[0], &declaration);
     let Merge::Upsert { unique, after: None, .. } = compile(&table, &declaration, Kind::Upsert) else {
         unreachable!("not an upsert without tombstones")
@@ -144,9 +149,72 @@ SELECT fresh, changed, 0::bigint, greatest(keys - fresh - changed - late, 0), la
     assert_eq!(compile(&table, &declaration, Kind::Delete), Merge::Refused);
 }
 
+/// A table of every family of types under an engine with a function for each, checked as `create_state` checks it.
+fn gathering(engine: &str, sequence: &[&str], groups: Option<&str>, deletes: Option<&str>) -> (Table, Declaration) {
+    let families = [
+        ("k", Family::Integer, "integer"),
+        ("s", Family::Integer, "integer"),
+        ("n", Family::Numeric, "numeric(10,2)"),
+        ("f", Family::Float, "double precision"),
+        ("b", Family::Boolean, "boolean"),
+        ("t", Family::Text, "text"),
+        ("a", Family::Array, "integer[]"),
+        ("j", Family::Jsonb, "jsonb"),
+        ("r", Family::Jsonb, "jsonb"),
+        ("h", Family::Hll, "x.hll"),
+        ("c", Family::Integer, "bigint"),
+    ];
+    let mut table =
+        table(&families.map(|(name, ..)| name), &[0], &Declaration { engine: Engine::FirstRow, deletes: Deletes::Refuse, fields: Vec::new() });
+    for (column, (_, family, bare)) in table.columns.iter_mut().zip(families) {
+        (column.family, column.bare, column.type_sql, column.schema) = (family, bare.into(), bare.into(), "x".into());
+    }
+    let fields = r#"{"n": "sum", "f": {"function": "max", "ignore_retract": true}, "b": {"function": "bool_or", "ignore_retract": true}, "t": {"function": "listagg", "separator": "'\\", "ignore_retract": true},
+        "a": "collect", "j": {"function": "merge_map", "ignore_retract": true}, "r": {"function": "nested_update", "nested_key": ["it's"]},
+        "h": {"function": "hll_union", "ignore_retract": true}, "c": "count"}"#;
+    let sequence: Vec<String> = sequence.iter().map(|name| name.to_string()).collect();
+    let told = Told { engine, sequence: Some(&sequence), groups, deletes, fields: Some(fields), rowkind: None };
+    let declaration = Declaration::check(&table, &told).unwrap();
+    table.tombstones = declaration.remembers().then(|| "\"s\".\"t_tombstones\"".into());
+    (table, declaration)
+}
+
+#[test]
+fn functions_compile_to_well_formed_statements_and_say_whether_they_fold() {
+    let groups = Some(r#"{"s": ["n", "t", "c"]}"#);
+    let removing = Some(r#"{"s": {"fields": ["n", "c"], "on_delete": "remove"}}"#);
+    for (engine, sequence, groups, deletes, folds) in [
+        ("aggregation", [].as_slice(), None, None, true),
+        ("aggregation", &[], None, Some("remove"), true),
+        // An older text stands before the stored one.
+        ("aggregation", &["s"], None, None, false),
+        ("aggregation", &["s"], None, Some("remove"), false),
+        ("partial-update", &[], None, Some("retract"), true),
+        ("partial-update", &[], groups, None, false),
+        ("partial-update", &[], removing, None, false),
+    ] {
+        let (table, declaration) = gathering(engine, sequence, groups, deletes);
+        for kind in KINDS {
+            let merge = compile(&table, &declaration, kind);
+            for sql in statements(&merge) {
+                assert!(well_formed(sql), "{sql}");
+                assert!(in_order(sql), "{sql}");
+            }
+            match merge {
+                Merge::Upsert { folded, .. } => assert_eq!(folded.is_some(), folds, "{engine} {groups:?}"),
+                Merge::Remove(removal) => {
+                    assert!(removal.folds);
+                    assert_eq!(removal.owe.is_some(), declaration.owes());
+                }
+                Merge::Refused | Merge::Ignored => unreachable!("{engine} {deletes:?}"),
+            }
+        }
+    }
+}
+
 #[test]
 fn what_a_policy_ignores_writes_nothing() {
-    let partial = |deletes| Declaration { engine: Engine::PartialUpdate { groups: Vec::new() }, deletes };
+    let partial = |deletes| Declaration { engine: Engine::PartialUpdate { groups: Vec::new() }, deletes, fields: Vec::new() };
     for (declaration, kind) in
         [(partial(Deletes::Ignore), Kind::Delete), (partial(Deletes::Ignore), Kind::Retract), (partial(Deletes::Remove), Kind::Retract)]
     {

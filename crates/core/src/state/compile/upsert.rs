@@ -1,11 +1,13 @@
 //! Rows arrive: a statement for batches without a repeated key, one that folds, and what follows where keys may have been deleted before.
 
-use super::{Compiler, Merge, Revival, list, rows};
+use super::{Compiler, Kind, Merge, Revival, list, rows};
+use crate::state::fields::Function;
 use std::fmt::Write;
 
 impl Compiler<'_> {
     pub(super) fn upsert(&self) -> Merge {
-        Merge::Upsert { unique: self.upsert_unique(), folded: self.upsert_folded(), after: self.revival() }
+        let folded = self.folds(Kind::Upsert).then(|| self.upsert_folded());
+        Merge::Upsert { unique: self.upsert_unique(), folded, after: self.revival() }
     }
 
     /// The key and every written column.
@@ -17,9 +19,11 @@ impl Compiler<'_> {
     fn upsert_unique(&self) -> String {
         let columns = self.inputs();
         // A group without a sequence is left alone, also where the row is new.
-        let value = |c: usize| match self.groups.iter().position(|group| group.fields.contains(&c)) {
-            Some(g) => format!("CASE WHEN {} THEN r.c{c} END AS c{c}", self.present(g, |_, c| format!("r.c{c}"))),
-            None => format!("r.c{c}"),
+        let merged = if self.keeps_whole_rows() { Vec::new() } else { self.merged() };
+        let value = |c: usize| {
+            let plain = format!("r.c{c}");
+            let lifted = if merged.contains(&c) { self.lifted(c, Kind::Upsert, |c| format!("r.c{c}")) } else { plain.clone() };
+            if lifted == plain { plain } else { format!("{lifted} AS c{c}") }
         };
         let names = list(&columns, value);
         let older = self.older_than_tombstone(|c| format!("r.c{c}"), |g, j| format!("d.s{g}_{j}"));
@@ -63,7 +67,7 @@ impl Compiler<'_> {
             let _ = write!(with, ",\n{},\n{}", self.base(), self.judged(&columns, &self.brings_nothing("y")));
         }
         let source = if judged { "v" } else { "e" };
-        let fold = if self.deduplicates() { self.newest_whole(source, judged) } else { self.partial_fold(source, judged) };
+        let fold = if self.keeps_whole_rows() { self.one_whole(source, judged) } else { self.partial_fold(source, judged) };
         with.push_str(&fold);
         let (late, late_keys) = if judged {
             ("(SELECT count(*) FROM v WHERE late)", "(SELECT count(*) FROM (SELECT FROM v GROUP BY kid HAVING bool_and(late)) z)")
@@ -91,15 +95,30 @@ impl Compiler<'_> {
         )
     }
 
-    /// ` AND …`: the row has no value for a column outside the groups.
+    /// ` AND …`: the row adds nothing that counts also when it is late: a value outside the groups, or one for a function that gathers all values.
     fn brings_nothing(&self, alias: &str) -> String {
-        let free = if self.deduplicates() { Vec::new() } else { self.free() };
-        if free.is_empty() { String::new() } else { format!(" AND num_nonnulls({}) = 0", list(&free, |c| format!("{alias}.c{c}"))) }
+        if self.keeps_whole_rows() {
+            return String::new();
+        }
+        let gathering = |c: usize| match self.group_of(c) {
+            None => Some(format!("{alias}.c{c}")),
+            Some(_) if !self.function(c).gathers() => None,
+            Some(g) => match self.present(g, |_, c| format!("{alias}.c{c}")) {
+                always if always == "true" => Some(format!("{alias}.c{c}")),
+                present => Some(format!("CASE WHEN {present} THEN {alias}.c{c} END")),
+            },
+        };
+        let brought: Vec<String> = self.merged().into_iter().filter_map(gathering).collect();
+        if brought.is_empty() { String::new() } else { format!(" AND num_nonnulls({}) = 0", brought.join(", ")) }
     }
 
-    /// CTE `f`: the newest row of each key.
-    fn newest_whole(&self, source: &str, judged: bool) -> String {
-        let order = if judged { self.newest_first(0, "v.") } else { "e.ord DESC".into() };
+    /// CTE `f`: the newest row of each key, or the first one.
+    fn one_whole(&self, source: &str, judged: bool) -> String {
+        let order = match (self.deduplicates(), judged) {
+            (false, _) => "e.ord".into(),
+            (true, false) => "e.ord DESC".into(),
+            (true, true) => self.newest_first(0, "v."),
+        };
         let kept = if judged { " WHERE NOT v.dropped" } else { "" };
         let names: String = self.values().iter().map(|c| format!(", {source}.c{c}")).collect();
         format!(
@@ -116,14 +135,15 @@ impl Compiler<'_> {
         format!("k AS (SELECT DISTINCT ON (kid) kid, {} FROM {source}{kept} ORDER BY kid, ord)", self.keys(""))
     }
 
-    /// CTEs `g0`, `g1`, … (the winner of each group), `u` (where each free column last had a value) and `f` (one row per key).
+    /// CTEs `g0`, `g1`, … (the winner of each group), `u` (what the columns with functions amount to) and `f` (one row per key).
     fn partial_fold(&self, source: &str, judged: bool) -> String {
         let mut text = String::new();
         let mut joins = String::new();
         let mut outputs = format!("u.kid, {}", self.keys("k."));
         let kept = if judged { "NOT dropped AND " } else { "" };
+        let newest = |c: &usize| self.group_of(*c).is_some() && *self.function(*c) == Function::LastValue;
         for (g, group) in self.groups.iter().enumerate() {
-            let own: Vec<usize> = group.sequence.iter().chain(&group.fields).copied().collect();
+            let own: Vec<usize> = group.sequence.iter().copied().chain(group.fields.iter().copied().filter(|c| newest(c))).collect();
             let _ = write!(
                 text,
                 ",\ng{g} AS (SELECT DISTINCT ON (kid) kid, {names} FROM {source} WHERE {kept}{present}\n  ORDER BY kid, {order})",
@@ -136,17 +156,17 @@ impl Compiler<'_> {
                 let _ = write!(outputs, ", g{g}.c{c}");
             }
         }
-        let mut lasts = String::new();
-        for c in self.free() {
-            let _ = write!(lasts, ", max(ord) FILTER (WHERE c{c} IS NOT NULL) AS o{c}");
-            let _ = write!(joins, "\n  LEFT JOIN {source} l{c} ON l{c}.ord = u.o{c}");
-            let _ = write!(outputs, ", l{c}.c{c}");
+        let others: Vec<usize> = self.merged().into_iter().filter(|c| !newest(c)).collect();
+        let gathered = self.gathered(source, kept, Kind::Upsert, &others);
+        for (c, value) in &gathered.values {
+            let _ = write!(outputs, ", {value} AS c{c}");
         }
-        let kept = if judged { " WHERE NOT dropped" } else { "" };
         let _ = write!(
             text,
-            ",\n{first},\nu AS (SELECT kid{lasts} FROM {source}{kept} GROUP BY kid),\nf AS (SELECT {outputs}\n  FROM u JOIN k ON k.kid = u.kid{joins})",
+            ",\n{first}{with},\nf AS (SELECT {outputs}\n  FROM u JOIN k ON k.kid = u.kid{joins}{more})",
             first = self.first_written(source, judged),
+            with = gathered.with,
+            more = gathered.joins,
         );
         text
     }
@@ -162,7 +182,7 @@ impl Compiler<'_> {
             keys = self.keys("f."),
         );
         let values = self.values();
-        if values.is_empty() {
+        if values.is_empty() || (self.keeps_whole_rows() && !self.deduplicates()) {
             return format!("{head}NOTHING");
         }
         let combined: Vec<(usize, String)> = values.iter().map(|c| (*c, self.combined(*c))).collect();
@@ -181,8 +201,8 @@ impl Compiler<'_> {
         if self.deduplicates() {
             return format!("EXCLUDED.{name}");
         }
-        match self.groups.iter().position(|group| group.sequence.contains(&c) || group.fields.contains(&c)) {
-            None => format!("coalesce(EXCLUDED.{name}, t.{name})"),
+        match self.groups.iter().position(|group| group.sequence.contains(&c)) {
+            None => self.met(c),
             Some(g) => {
                 let new = |_: usize, c: usize| format!("EXCLUDED.{}", self.quoted(c));
                 let old = |_: usize, c: usize| format!("t.{}", self.quoted(c));
@@ -216,7 +236,8 @@ impl Compiler<'_> {
                     let name = self.quoted(*c);
                     set.push(format!("{name} = CASE WHEN {} THEN t.{name} ELSE d.s{g}_{j} END", keeps(g)));
                 }
-                for c in &group.fields {
+                // What gathers all values keeps also that of an older row.
+                for c in group.fields.iter().filter(|c| !self.function(**c).gathers()) {
                     let name = self.quoted(*c);
                     set.push(format!("{name} = CASE WHEN {} THEN t.{name} END", keeps(g)));
                 }
