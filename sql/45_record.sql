@@ -52,7 +52,7 @@ COMMENT ON COLUMN stint.record_events.lookups IS 'what was looked up when it was
 REVOKE ALL ON stint.record_events FROM PUBLIC;
 
 CREATE FUNCTION stint.utc_text(at timestamptz) RETURNS text
-    LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$ SELECT (to_jsonb(at AT TIME ZONE 'UTC') #>> '{}') || '+00:00' $$;
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE RETURN (to_jsonb(at AT TIME ZONE 'UTC') #>> '{}') || '+00:00';
 COMMENT ON FUNCTION stint.utc_text(timestamptz) IS 'A finite instant as projections see it: ISO 8601 in UTC, whatever the session''s settings.';
 REVOKE ALL ON FUNCTION stint.utc_text(timestamptz) FROM PUBLIC;
 
@@ -63,6 +63,47 @@ SELECT e.seq, e.epoch, e.xid, e.type, e.recorded_at,
 FROM stint.event_log e;
 COMMENT ON VIEW stint.event_documents IS 'Each event as one document: what the paths of a projection lead into';
 REVOKE ALL ON stint.event_documents FROM PUBLIC;
+
+CREATE FUNCTION stint.looked_up(found jsonb, ord bigint) RETURNS jsonb
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN (SELECT jsonb_object_agg(l.key, l.value -> ord::text) FROM jsonb_each(found) l WHERE l.value ? ord::text);
+COMMENT ON FUNCTION stint.looked_up(jsonb, bigint) IS 'What lookups found for one event of a batch, by their names; null where none is for it. found: for each lookup what it found by the place of the event.';
+REVOKE ALL ON FUNCTION stint.looked_up(jsonb, bigint) FROM PUBLIC;
+
+CREATE TABLE stint.lookup_config (
+    name       text COLLATE "C" PRIMARY KEY,
+    relation   regclass NOT NULL,
+    types      text[] NOT NULL,
+    key        jsonb NOT NULL,
+    columns    text[] NOT NULL,
+    created_by name NOT NULL DEFAULT session_user,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE stint.lookup_config IS 'Which row of which state table is read and kept with events of which types';
+COMMENT ON COLUMN stint.lookup_config.key IS 'for each column of the primary key where its value stands in the event';
+COMMENT ON COLUMN stint.lookup_config.columns IS 'what is kept of the row';
+REVOKE ALL ON stint.lookup_config FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.lookup_config', '');
+
+CREATE VIEW stint.lookups AS
+SELECT c.name, c.relation, c.types, c.key, c.columns, c.created_by, c.created_at FROM stint.lookup_config c;
+COMMENT ON VIEW stint.lookups IS 'The lookups of this database: which row of which state table is kept with an event';
+REVOKE ALL ON stint.lookups FROM PUBLIC;
+
+CREATE FUNCTION stint.create_lookup(name text, relation regclass, types text[], key jsonb, columns text[]) RETURNS void
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'create_lookup_wrapper';
+COMMENT ON FUNCTION stint.create_lookup(text, regclass, text[], jsonb, text[]) IS
+'Declares that events of some types are recorded together with the present row of a state table, on which the caller needs SELECT. key: for each column of the primary key where its value stands
+in the event, as columns of stint.create_projection; columns: what is kept of the row. It is kept with the event under the lookup''s name (null where there is no such row), never changes, and
+projections reach it as "lookups.name.column". Errors: 42704 no state table or column, 42501 no SELECT, 42703 and 22023 an unfit key, 42710 the name is taken.
+Locks: SHARE ROW EXCLUSIVE on the record: recorders wait until the transaction ends.';
+REVOKE ALL ON FUNCTION stint.create_lookup(text, regclass, text[], jsonb, text[]) FROM PUBLIC;
+
+CREATE FUNCTION stint.drop_lookup(name text) RETURNS void
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'drop_lookup_wrapper';
+COMMENT ON FUNCTION stint.drop_lookup(text) IS
+'Ends a lookup; what was kept with events stays. Errors: 42704 no such lookup, 42501 no SELECT on its table. Locks: as stint.create_lookup.';
+REVOKE ALL ON FUNCTION stint.drop_lookup(text) FROM PUBLIC;
 
 CREATE TABLE stint.projection_config (
     name       text COLLATE "C" PRIMARY KEY,

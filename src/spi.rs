@@ -197,7 +197,9 @@ fn execute_at(moment: &Moment, plan: pg_sys::SPIPlanPtr, values: *mut pg_sys::Da
 impl Session {
     /// Runs a kept statement with what a moment shows.
     pub fn run_at(&self, moment: &Moment, statement: &Statement, params: &[Param]) -> Rows {
-        self.execute_with(statement.plan(), statement.types.len(), On::OurTables, params, |plan, values, nulls| execute_at(moment, plan, values, nulls))
+        self.execute_with(statement.plan(), statement.types.len(), On::OurTables, params, |plan, values, nulls| {
+            execute_at(moment, plan, values, nulls)
+        })
     }
 
     /// As [`Session::run_at`] for a statement prepared at run time.

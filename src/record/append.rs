@@ -1,6 +1,6 @@
 //! `record` and `record_many`: events are appended, each once, and what they change at once is changed.
 
-use super::{apply, config, order};
+use super::{apply, config, lookup, order};
 use crate::changelog::epoch;
 use crate::errors::{self, Fault};
 use crate::savepoint::isolated;
@@ -39,7 +39,8 @@ static FACTS: Statement = Statement::new(
 /// The events as documents without a number, to tell which keys they touch.
 static DOCUMENTS: Statement = Statement::new(
     c"SELECT coalesce(jsonb_agg(jsonb_build_object('source', x.source, 'type', x.type, 'event_id', x.event_id, 'occurred_at', stint.utc_text(x.occurred_at),
-                                                   'recorded_at', stint.utc_text($6), 'payload', x.event -> 'payload') ORDER BY x.ord), '[]')
+                                                   'recorded_at', stint.utc_text($6), 'payload', x.event -> 'payload',
+                                                   'lookups', stint.looked_up($7, x.ord)) ORDER BY x.ord), '[]')
       FROM ROWS FROM (jsonb_array_elements($1), unnest($2, $3, $4, $5)) WITH ORDINALITY x (event, source, type, event_id, occurred_at, ord)",
     &[
         pg_sys::JSONBOID,
@@ -48,6 +49,7 @@ static DOCUMENTS: Statement = Statement::new(
         pg_sys::TEXTARRAYOID,
         pg_sys::TIMESTAMPTZARRAYOID,
         pg_sys::TIMESTAMPTZOID,
+        pg_sys::JSONBOID,
     ],
 );
 
@@ -59,8 +61,8 @@ static APPEND: Statement = Statement::new(
                 FROM ROWS FROM (jsonb_array_elements($1), unnest($2, $3, $4, $5)) WITH ORDINALITY x (event, source, type, event_id, occurred_at, ord)
                 ORDER BY x.ord OFFSET 0) x
       ), made AS (
-          INSERT INTO stint.event_log (seq, epoch, xid, source, type, event_id, occurred_at, recorded_at, recorded_by, payload)
-          SELECT g.seq, $7, pg_current_xact_id(), g.source, g.type, g.event_id, g.occurred_at, $6, pg_get_userbyid($8), g.payload
+          INSERT INTO stint.event_log (seq, epoch, xid, source, type, event_id, occurred_at, recorded_at, recorded_by, payload, lookups)
+          SELECT g.seq, $8, pg_current_xact_id(), g.source, g.type, g.event_id, g.occurred_at, $6, pg_get_userbyid($9), g.payload, stint.looked_up($7, g.ord)
           FROM given g ORDER BY g.source, g.event_id, g.ord
           ON CONFLICT (source, event_id) WHERE event_id IS NOT NULL DO NOTHING
           RETURNING seq
@@ -73,6 +75,7 @@ static APPEND: Statement = Statement::new(
         pg_sys::TEXTARRAYOID,
         pg_sys::TIMESTAMPTZARRAYOID,
         pg_sys::TIMESTAMPTZOID,
+        pg_sys::JSONBOID,
         pg_sys::INT4OID,
         pg_sys::OIDOID,
     ],
@@ -137,10 +140,9 @@ fn of_event<T>(at: usize, work: impl FnOnce() -> T) -> T {
 
 fn check_shape(session: &Session, events: RawJsonb) {
     match session.run(&ARRAY_LENGTH, &[arg(events)]).get::<i32>(0, 1) {
-        None => errors::invalid(
-            "argument \"events\" is not an array",
-            "Pass an array of objects: '[{\"source\": …, \"type\": …, \"payload\": …}, …]'.",
-        ),
+        None => {
+            errors::invalid("argument \"events\" is not an array", "Pass an array of objects: '[{\"source\": …, \"type\": …, \"payload\": …}, …]'.")
+        }
         Some(length) => input::batch_size("events", usize::try_from(length).unwrap_or(0)),
     };
     let faulty = session.run(&FAULTY, &[arg(events), arg(FIELDS.map(str::to_string).to_vec())]);
@@ -229,12 +231,18 @@ fn append(session: &Session, caller: pg_sys::Oid, events: RawJsonb, facts: &[Fac
             arg(now),
         ]
     };
+    let documents = |lookups: Option<RawJsonb>| {
+        let mut params = given();
+        params.push(lookups.and_then(arg));
+        session.run(&DOCUMENTS, &params).must(0, 1)
+    };
+    let lookups = lookup::of(session, &types, || documents(None), count);
     let targets = config::targets(session, &types);
     if !targets.is_empty() {
-        let documents: RawJsonb = session.run(&DOCUMENTS, &given()).must(0, 1);
-        take_order(session, &targets, documents, count);
+        take_order(session, &targets, documents(Some(lookups)), count);
     }
     let mut params = given();
+    params.push(arg(lookups));
     params.extend([arg(epoch), arg(caller)]);
     let rows = session.run(&APPEND, &params);
     let mut made: Vec<(i64, bool)> = (0..rows.len()).map(|row| (rows.must(row, 1), rows.must(row, 2))).collect();

@@ -57,7 +57,9 @@ pub fn fold(projected: &Projected, into: pg_sys::Oid, documents: RawJsonb, seqs:
         if from > to {
             continue;
         }
-        let Err((code, message)) = isolated(|| spi::connect(|session| stretch(session, projected, into, documents, seqs, (from, to)))) else { continue };
+        let Err((code, message)) = isolated(|| spi::connect(|session| stretch(session, projected, into, documents, seqs, (from, to)))) else {
+            continue;
+        };
         if passing(code) {
             Fault::new(code, message).hint("It lies not in the event: repeat the transaction.").raise();
         }

@@ -52,7 +52,8 @@ pub struct Lazy {
 }
 
 impl Lazy {
-    fn new(sql: String, types: &'static [pg_sys::Oid]) -> Self {
+    /// A statement with arguments of these types.
+    pub fn new(sql: String, types: &'static [pg_sys::Oid]) -> Self {
         Lazy { sql, types, plan: OnceCell::new() }
     }
 
@@ -147,7 +148,8 @@ impl Projected {
         let unhashable = relation.key_columns().any(|column| !hashable(column.type_oid));
         let bases: Option<Vec<String>> = relation.key_columns().map(plain).collect();
         let causes = bases.map(|bases| {
-            let key = Key { columns: relation.key_columns().zip(&bases).map(|(c, kind)| (c.name.as_str(), c.quoted.as_str(), kind.as_str())).collect() };
+            let key =
+                Key { columns: relation.key_columns().zip(&bases).map(|(c, kind)| (c.name.as_str(), c.quoted.as_str(), kind.as_str())).collect() };
             Lazy::new(compile::causes(&projections, &key), BATCH)
         });
         Projected {

@@ -30,13 +30,20 @@ fn cursor(after: Option<&str>) -> Cursor {
     let Some(text) = after else { return Cursor::start() };
     match Cursor::read(text) {
         Some(cursor) => cursor,
-        None => errors::invalid(format!("argument \"after\" is \"{text}\", which is no position"), "Pass the last pos you were given, or null for the beginning."),
+        None => errors::invalid(
+            format!("argument \"after\" is \"{text}\", which is no position"),
+            "Pass the last pos you were given, or null for the beginning.",
+        ),
     }
 }
 
 #[pg_extern(sql = false)]
 #[allow(clippy::type_complexity)]
-fn events_after(types: Option<Vec<Option<String>>>, after: Option<&str>, max: Option<i32>) -> TableIterator<
+fn events_after(
+    types: Option<Vec<Option<String>>>,
+    after: Option<&str>,
+    max: Option<i32>,
+) -> TableIterator<
     'static,
     (
         name!(pos, String),

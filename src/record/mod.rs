@@ -7,6 +7,7 @@ pub mod config;
 pub mod feed;
 pub mod freshness;
 pub mod keep;
+pub mod lookup;
 pub mod order;
 pub mod position;
 pub mod project;

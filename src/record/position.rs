@@ -12,21 +12,10 @@ static LAST: Statement = Statement::new(
 static ADVANCE: Statement = Statement::new(
     c"INSERT INTO stint.projection_positions (relation, number, epoch, base, target_epoch, target, seq, behind)
       VALUES ($1, $2, $3, $4::pg_snapshot, $5, $6::pg_snapshot, $7, $8)",
-    &[
-        pg_sys::OIDOID,
-        pg_sys::INT8OID,
-        pg_sys::INT4OID,
-        pg_sys::TEXTOID,
-        pg_sys::INT4OID,
-        pg_sys::TEXTOID,
-        pg_sys::INT8OID,
-        pg_sys::INT8OID,
-    ],
+    &[pg_sys::OIDOID, pg_sys::INT8OID, pg_sys::INT4OID, pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::TEXTOID, pg_sys::INT8OID, pg_sys::INT8OID],
 );
-static TRIM: Statement = Statement::new(
-    c"DELETE FROM stint.projection_positions p WHERE p.relation = $1 AND p.number < $2",
-    &[pg_sys::OIDOID, pg_sys::INT8OID],
-);
+static TRIM: Statement =
+    Statement::new(c"DELETE FROM stint.projection_positions p WHERE p.relation = $1 AND p.number < $2", &[pg_sys::OIDOID, pg_sys::INT8OID]);
 
 /// What sees nothing.
 const NOTHING: &str = "1:1:";
@@ -44,7 +33,8 @@ impl Position {
             let extent = Extent { epoch: Some(0), base: Some(NOTHING.to_string()), ..Extent::default() };
             return Position { extent, number: 0 };
         }
-        let extent = Extent { epoch: rows.get(0, 1), base: rows.get(0, 2), target_epoch: rows.get(0, 3), target: rows.get(0, 4), seq: rows.get(0, 5) };
+        let extent =
+            Extent { epoch: rows.get(0, 1), base: rows.get(0, 2), target_epoch: rows.get(0, 3), target: rows.get(0, 4), seq: rows.get(0, 5) };
         Position { extent, number: rows.must(0, 6) }
     }
 

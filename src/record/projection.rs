@@ -22,15 +22,7 @@ static OF_TABLE: Statement = Statement::new(
 static INSERT: Statement = Statement::new(
     c"INSERT INTO stint.projection_config (name, relation, types, columns, kind, freshness, on_error)
       VALUES ($1, $2, $3, $4, $5, $6, $7) ON CONFLICT (name) DO NOTHING",
-    &[
-        pg_sys::TEXTOID,
-        pg_sys::OIDOID,
-        pg_sys::TEXTARRAYOID,
-        pg_sys::JSONBOID,
-        pg_sys::TEXTOID,
-        pg_sys::INTERVALOID,
-        pg_sys::TEXTOID,
-    ],
+    &[pg_sys::TEXTOID, pg_sys::OIDOID, pg_sys::TEXTARRAYOID, pg_sys::JSONBOID, pg_sys::TEXTOID, pg_sys::INTERVALOID, pg_sys::TEXTOID],
 );
 static FIND: Statement = Statement::new(
     c"SELECT c.relation::oid, EXISTS (SELECT FROM pg_class t WHERE t.oid = c.relation), (SELECT count(*) FROM stint.projection_config o WHERE o.relation = c.relation)
@@ -48,10 +40,8 @@ static FORGET_DROPPED: Statement =
     Statement::new(c"DELETE FROM stint.projection_config c WHERE NOT EXISTS (SELECT FROM pg_class t WHERE t.oid = c.relation)", &[]);
 static RECORDED: Statement =
     Statement::new(c"SELECT EXISTS (SELECT FROM unnest($1) t (type) JOIN stint.event_log l ON l.type = t.type)", &[pg_sys::TEXTARRAYOID]);
-static SKIP: Statement = Statement::new(
-    c"UPDATE stint.events_aside a SET state = 'skipped' WHERE a.relation = $1 AND a.seq = $2",
-    &[pg_sys::OIDOID, pg_sys::INT8OID],
-);
+static SKIP: Statement =
+    Statement::new(c"UPDATE stint.events_aside a SET state = 'skipped' WHERE a.relation = $1 AND a.seq = $2", &[pg_sys::OIDOID, pg_sys::INT8OID]);
 
 /// The words of `on_error`.
 const ON_ERROR: [&str; 2] = ["set_aside", "refuse"];
@@ -244,8 +234,11 @@ pub fn refuse_projected(relation: &Relation, projections: &[String], what: &str,
     if projections.is_empty() {
         return;
     }
-    Fault::new(PgSqlErrorCode::ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE, format!("cannot {what} {}: it is projected from the record", relation.qualified))
-        .detail(format!("Its projections are {}.", projections.join(", ")))
-        .hint(hint)
-        .raise();
+    Fault::new(
+        PgSqlErrorCode::ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE,
+        format!("cannot {what} {}: it is projected from the record", relation.qualified),
+    )
+    .detail(format!("Its projections are {}.", projections.join(", ")))
+    .hint(hint)
+    .raise();
 }

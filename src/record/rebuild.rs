@@ -15,8 +15,7 @@ use crate::state::rights;
 use crate::values::RawJsonb;
 use pgrx::prelude::*;
 
-static FORGIVE: Statement =
-    Statement::new(c"DELETE FROM stint.events_aside a WHERE a.relation = $1 AND a.state = 'poisoned'", &[pg_sys::OIDOID]);
+static FORGIVE: Statement = Statement::new(c"DELETE FROM stint.events_aside a WHERE a.relation = $1 AND a.state = 'poisoned'", &[pg_sys::OIDOID]);
 
 /// What a rebuild did.
 #[derive(Clone, Copy, Default)]
@@ -208,9 +207,8 @@ fn verify(
             session.run_prepared_at(&moment, &Prepared::new(&compare.differences(), &[]), &[])
         };
         let lifted = |row, column| rows.lift(row, column).map(RawJsonb);
-        let found: Vec<_> = (0..rows.len())
-            .filter_map(|row| Some((lifted(row, 1)?, rows.must::<String>(row, 2), lifted(row, 3), lifted(row, 4))))
-            .collect();
+        let found: Vec<_> =
+            (0..rows.len()).filter_map(|row| Some((lifted(row, 1)?, rows.must::<String>(row, 2), lifted(row, 3), lifted(row, 4)))).collect();
         drop(moment);
         shadow.drop(session);
         found

@@ -240,7 +240,12 @@ fn drop_state(relation: Option<pg_sys::Oid>) {
         let relation = Relation::load_unfit(session, oid);
         rights::require_ownership(session, &relation, identity.caller());
         session.execute_once(&format!("LOCK TABLE {} IN SHARE ROW EXCLUSIVE MODE", relation.qualified));
-        projection::refuse_projected(&relation, &projection::names_of(session, oid), "drop the declaration of", "Run stint.drop_projection(…) first.");
+        projection::refuse_projected(
+            &relation,
+            &projection::names_of(session, oid),
+            "drop the declaration of",
+            "Run stint.drop_projection(…) first.",
+        );
         let rows = session.run(&DELETE, &[arg(oid)]);
         if rows.is_empty() {
             not_declared(&relation);

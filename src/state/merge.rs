@@ -71,7 +71,12 @@ fn merge(
         // SAFETY: the lock that writing the rows will want; an error gives it back.
         unsafe { pg_sys::LockRelationOid(oid, pg_sys::RowExclusiveLock as i32) };
         let plans = plans::of(session, oid);
-        projection::refuse_projected(&plans.relation, &plans.projections, "merge into", "Record events instead, or run stint.drop_projection(…) first.");
+        projection::refuse_projected(
+            &plans.relation,
+            &plans.projections,
+            "merge into",
+            "Record events instead, or run stint.drop_projection(…) first.",
+        );
         let Some(rowkind) = &plans.rowkind else {
             check_rights(&plans, identity.caller(), kind);
             let length = check_shape(session, &plans, rows);

@@ -39,7 +39,10 @@ pub fn value(map: &str, column: &str, source: &Source, event: &str) -> String {
 /// The object of the values that are there.
 fn object(map: &str, columns: &[(String, Source)], event: &str) -> String {
     let values = columns.iter().map(|(name, source)| format!("({}, {})", literal(name), value(map, name, source, event))).collect::<Vec<_>>();
-    format!("(SELECT coalesce(jsonb_object_agg(f.name, f.value), '{{}}') FROM (VALUES {}) f (name, value) WHERE f.value IS NOT NULL)", values.join(", "))
+    format!(
+        "(SELECT coalesce(jsonb_object_agg(f.name, f.value), '{{}}') FROM (VALUES {}) f (name, value) WHERE f.value IS NOT NULL)",
+        values.join(", ")
+    )
 }
 
 /// For each event its rows, one for each projection of its type: `ord` of the event, `place` of the projection, `kind`, `row`.
@@ -95,6 +98,16 @@ pub fn slots(projections: &[Projection], key: &Key<'_>) -> Option<String> {
          FROM ({}) r CROSS JOIN LATERAL jsonb_to_record(r.row) AS k ({definition})",
         rows(&shared, |p| p.columns.iter().filter(|(name, _)| in_key(name)).cloned().collect())
     ))
+}
+
+/// What a lookup finds for the events `$2` to `$3`: an object of rows by the place of the event. `row` is the statement that reads one row, its key in `k`.
+pub fn lookup(of: &Projection, key: &Key<'_>, row: &str) -> String {
+    let definition = key.columns.iter().map(|(_, quoted, kind)| format!("{quoted} {kind}")).collect::<Vec<_>>().join(", ");
+    format!(
+        "SELECT coalesce(jsonb_object_agg(r.ord, to_jsonb(v.*)), '{{}}')
+         FROM ({}) r CROSS JOIN LATERAL jsonb_to_record(r.row) AS k ({definition}) LEFT JOIN LATERAL ({row}) v ON true",
+        rows(std::slice::from_ref(of), |p| p.columns.clone())
+    )
 }
 
 /// The text of each key that the events `$2` to `$3` touch, as the changelog writes keys, with the number of the last of them that does.

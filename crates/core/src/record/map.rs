@@ -30,8 +30,7 @@ pub struct Refusal {
     pub hint: String,
 }
 
-const SHAPE: &str =
-    "Write {\"column\": \"payload.path.to.value\", …}: a path from payload, lookups, seq, source, type, event_id, occurred_at or recorded_at, or {\"const\": value}.";
+const SHAPE: &str = "Write {\"column\": \"payload.path.to.value\", …}: a path from payload, lookups, seq, source, type, event_id, occurred_at or recorded_at, or {\"const\": value}.";
 
 fn refuse<T>(message: impl Into<String>, hint: impl Into<String>) -> Result<T, Refusal> {
     Err(Refusal { column: false, message: message.into(), hint: hint.into() })
@@ -92,7 +91,10 @@ fn parts(column: &str, path: Vec<String>, fields: &[&str]) -> Result<Source, Ref
         return refuse(format!("the path of column \"{column}\" goes into \"{first}\", which has no parts"), format!("Write \"{first}\" alone."));
     }
     if path.iter().any(String::is_empty) {
-        return refuse(format!("the path of column \"{column}\" has an empty part"), "Part names by single dots; write a name with dots as an array.");
+        return refuse(
+            format!("the path of column \"{column}\" has an empty part"),
+            "Part names by single dots; write a name with dots as an array.",
+        );
     }
     Ok(Source::Path(path))
 }
