@@ -130,6 +130,22 @@ AS $$
     FROM stint.schedule_slots s LEFT JOIN stint.schedule_config c ON c.schedule = s.schedule
     WHERE c.schedule IS NULL OR (s.id IS NULL) = (s.error IS NULL)
     UNION ALL
+    SELECT 'an event has known facts and a number that was drawn', NULL, NULL, 'event ' || e.seq
+    FROM stint.event_log e
+    WHERE e.source = '' OR e.type = '' OR e.seq > (SELECT q.last_value FROM stint.event_seq q) OR e.epoch > (SELECT coalesce(max(m.epoch), 0) FROM stint.meta m)
+    UNION ALL
+    SELECT 'a projected table is a state table of one freshness', NULL, NULL, c.relation || ': ' || string_agg(c.name, ', ')
+    FROM stint.projection_config c
+    WHERE EXISTS (SELECT FROM pg_class t WHERE t.oid = c.relation)
+    GROUP BY c.relation
+    HAVING count(DISTINCT c.freshness) > 1 OR NOT EXISTS (SELECT FROM stint.state_config s WHERE s.relation = c.relation)
+    UNION ALL
+    SELECT 'what is set aside or folded belongs to a projected table', NULL, NULL, x.what || ' of ' || x.relation
+    FROM (SELECT a.relation, 'event ' || a.seq AS what FROM stint.events_aside a
+          UNION ALL SELECT p.relation, 'position ' || p.number FROM stint.projection_positions p) x
+    WHERE EXISTS (SELECT FROM pg_class t WHERE t.oid = x.relation)
+      AND NOT EXISTS (SELECT FROM stint.projection_config c WHERE c.relation = x.relation)
+    UNION ALL
     SELECT 'sums of hours, days and months agree with the finer ones', l.queue, NULL,
            l.figure || ' of ' || l.since || ', level ' || l.level || ': ' || sum(l.amount) FILTER (WHERE NOT l.fine) || ', the finer ones ' || sum(l.amount) FILTER (WHERE l.fine)
     FROM (SELECT x.queue, x.figure, x.amount, b.level, b.since, b.fine

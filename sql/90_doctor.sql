@@ -129,6 +129,12 @@ findings (number, "check", ok, detail, remedy, advice) AS (
            'Drop them, and create those that are still wanted again with start => ''snapshot'', as docs/changelog.md shows.', NULL
       FROM stint.consumers c
     UNION ALL
+    SELECT 127, 'projected tables are fresh', count(*) FILTER (WHERE NOT f.ok) = 0,
+           coalesce(string_agg(format('%s lags %s behind the record, held up by: %s', f.relation, f.lag, f.held_up_by), '; ') FILTER (WHERE NOT f.ok),
+                    format('%s projected tables, each within its freshness', count(*))),
+           'SELECT * FROM stint.freshness shows each; stint.poisoned_events shows what was set aside, stint.rebuild(…) tries it again and stint.skip_event(…) gives it up.', NULL
+      FROM stint.freshness f
+    UNION ALL
     SELECT 130, 'autovacuum is on', current_setting('autovacuum')::boolean AND current_setting('track_counts')::boolean,
            format('autovacuum = %s, track_counts = %s', current_setting('autovacuum'), current_setting('track_counts')),
            'Turn both on: queue tables turn over fast, and without vacuum they only grow.', NULL

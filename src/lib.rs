@@ -13,6 +13,7 @@ mod horizon;
 mod input;
 mod object_lock;
 mod queue;
+mod record;
 mod relation;
 mod savepoint;
 mod shmem;
@@ -37,12 +38,14 @@ extension_sql_file!("../sql/35_flow_verbs.sql", name = "flow_verbs", requires = 
 extension_sql_file!("../sql/35_schedules.sql", name = "schedules", requires = ["flow_verbs"]);
 extension_sql_file!("../sql/35_queue_operations.sql", name = "queue_operations", requires = ["schedules"]);
 extension_sql_file!("../sql/40_state.sql", name = "state", requires = ["queue_operations"]);
-extension_sql_file!("../sql/50_changelog.sql", name = "changelog", requires = ["state"]);
+extension_sql_file!("../sql/45_record.sql", name = "record", requires = ["state"]);
+extension_sql_file!("../sql/50_changelog.sql", name = "changelog", requires = ["record"]);
 extension_sql_file!("../sql/52_task_events.sql", name = "task_events", requires = ["changelog"]);
 extension_sql_file!("../sql/55_snapshot.sql", name = "snapshot", requires = ["task_events"]);
 extension_sql_file!("../sql/60_accounting.sql", name = "accounting", requires = ["snapshot"]);
 extension_sql_file!("../sql/70_worker.sql", name = "worker", requires = ["accounting"]);
-extension_sql_file!("../sql/75_history.sql", name = "history", requires = ["worker"]);
+extension_sql_file!("../sql/72_freshness.sql", name = "freshness", requires = ["worker"]);
+extension_sql_file!("../sql/75_history.sql", name = "history", requires = ["freshness"]);
 extension_sql_file!("../sql/80_check.sql", name = "check", requires = ["history"]);
 extension_sql_file!("../sql/90_doctor.sql", name = "doctor", requires = ["check"]);
 

@@ -169,7 +169,44 @@ fn execute_latest(plan: pg_sys::SPIPlanPtr, values: *mut pg_sys::Datum, nulls: *
     }
 }
 
+/// One point that several statements look at, beside what this transaction has written since.
+pub struct Moment(pg_sys::Snapshot);
+
+impl Moment {
+    /// What is committed now, also under REPEATABLE READ.
+    pub fn now() -> Self {
+        // SAFETY: registered until it is dropped; an abort releases it too.
+        Moment(unsafe { pg_sys::RegisterSnapshot(pg_sys::GetLatestSnapshot()) })
+    }
+}
+
+impl Drop for Moment {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            // SAFETY: registered by `now` under the same resource owner.
+            unsafe { pg_sys::UnregisterSnapshot(self.0) };
+        }
+    }
+}
+
+fn execute_at(moment: &Moment, plan: pg_sys::SPIPlanPtr, values: *mut pg_sys::Datum, nulls: *const std::os::raw::c_char) -> i32 {
+    // SAFETY: the snapshot is registered; SPI copies it and advances the copy's command id.
+    unsafe { pg_sys::SPI_execute_snapshot(plan, values, nulls, moment.0, std::ptr::null_mut(), false, true, 0) }
+}
+
 impl Session {
+    /// Runs a kept statement with what a moment shows.
+    pub fn run_at(&self, moment: &Moment, statement: &Statement, params: &[Param]) -> Rows {
+        self.execute_with(statement.plan(), statement.types.len(), On::OurTables, params, |plan, values, nulls| {
+            execute_at(moment, plan, values, nulls)
+        })
+    }
+
+    /// As [`Session::run_at`] for a statement prepared at run time.
+    pub fn run_prepared_at(&self, moment: &Moment, statement: &Prepared, params: &[Param]) -> Rows {
+        self.execute_with(statement.plan, statement.args, On::UsersTable, params, |plan, values, nulls| execute_at(moment, plan, values, nulls))
+    }
+
     /// Runs a kept statement to its end.
     pub fn run(&self, statement: &Statement, params: &[Param]) -> Rows {
         self.execute(statement.plan(), statement.types.len(), On::OurTables, params)

@@ -27,7 +27,6 @@ impl Drop for Guard {
 }
 
 /// Runs `work`; what it changes in `relation` is caused, key by key, by the events given. Of two events for one key the later in the list counts.
-#[allow(dead_code)] // called by the writers of projections
 pub fn during<R>(relation: pg_sys::Oid, causes: Vec<(String, i64)>, work: impl FnOnce() -> R) -> R {
     let (keys, events) = causes.into_iter().collect::<HashMap<String, i64>>().into_iter().unzip();
     SET.with_borrow_mut(|set| set.push(Causes { relation, keys, events }));

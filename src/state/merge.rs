@@ -4,6 +4,7 @@ use super::plans::{self, After, Lazy, Plans, Steps};
 use super::{rights, rounds};
 use crate::errors::{self, Fault};
 use crate::guc;
+use crate::record::projection;
 use crate::spi::{self, Identity, Session, arg};
 use crate::values::RawJsonb;
 use pgrx::pg_sys::panic::CaughtError;
@@ -53,8 +54,17 @@ fn merge(
     crate::shmem::required();
     let identity = Identity::owner();
     let counts = spi::connect(|session| {
+        // Before its declaration is read: whoever gives the table another feed waits for this transaction.
+        // SAFETY: the lock that writing the rows will want; an error gives it back.
+        unsafe { pg_sys::LockRelationOid(oid, pg_sys::RowExclusiveLock as i32) };
         let plans = plans::of(session, oid);
         let rows = detoasted(rows);
+        projection::refuse_projected(
+            &plans.relation,
+            &plans.projections,
+            "merge into",
+            "Record events instead, or run stint.drop_projection(…) first.",
+        );
         let Some(rowkind) = &plans.rowkind else {
             check_rights(&plans, identity.caller(), kind);
             let length = check_shape(&plans, rows);

@@ -4,6 +4,6 @@ mod alter;
 mod config;
 pub mod declare;
 pub mod merge;
-mod plans;
-mod rights;
+pub mod plans;
+pub mod rights;
 mod rounds;

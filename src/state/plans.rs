@@ -3,6 +3,7 @@
 
 use super::config::Config;
 use super::declare::{check_again, describe, not_declared};
+use crate::record::projection;
 use crate::relation::Relation;
 use crate::spi::{Prepared, Session, Statement, arg};
 use pgrx::prelude::*;
@@ -126,6 +127,8 @@ pub struct Plans {
     pub lock_rows: Lazy,
     /// Locks the table against writers.
     pub lock_table: String,
+    /// The projections that feed the table; with any, nothing else does.
+    pub projections: Vec<String>,
     upsert: Steps,
     delete: Steps,
     retract: Steps,
@@ -170,6 +173,7 @@ impl Plans {
             upsert: steps(Kind::Upsert),
             delete: steps(Kind::Delete),
             retract: steps(Kind::Retract),
+            projections: projection::names_of(session, oid),
             stale: Cell::new(false),
             relation,
         }

@@ -3,7 +3,7 @@
 //! the log and in `stint.maintenance`, and the others go on.
 
 use super::doorbells;
-use crate::{accounting, budget, changelog, history, queue};
+use crate::{accounting, budget, changelog, history, queue, record};
 
 /// When a step runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -40,6 +40,7 @@ pub const STEPS: &[Step] = &[
     Step { name: "history ahead", when: When::Round, run: history::make_ahead },
     Step { name: "history retention", when: When::Round, run: history::retention::step },
     Step { name: "expire events", when: When::Round, run: history::retention::let_go_of_events },
+    Step { name: "project", when: When::RoundAndBell, run: record::project::step },
     Step { name: "tick", when: When::RoundAndBell, run: changelog::tick::step },
     Step { name: "tick task events", when: When::RoundAndBell, run: changelog::feed::step },
     Step { name: "trim task events", when: When::Round, run: changelog::feed::trim_step },

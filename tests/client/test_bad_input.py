@@ -96,6 +96,20 @@ CALLS = {
     "drop_state": {"relation": "goods"},
     "merge": {"relation": "goods", "rows": '[{"id": 2, "name": "b", "at": "2026-01-01"}]'},
     "uncaptured": {},
+    "record": {"source": "s", "type": "t", "payload": "{}"},
+    "record_many": {"events": '[{"source": "s", "type": "t", "payload": 1}]'},
+    "events_after": {},
+    "create_projection": {"name": "new", "relation": "projected", "types": "{t}", "columns": '{"id": "payload.id"}'},
+    "drop_projection": {"name": "p"},
+    "create_lookup": {"name": "new", "relation": "goods", "types": "{t}", "key": '{"id": "payload.id"}', "columns": "{name}"},
+    "drop_lookup": {"name": "l"},
+    "rebuild": {"relation": "projected"},
+    "verify": {"relation": "projected"},
+    "project": {"relation": "projected"},
+    "skip_event": {"relation": "projected", "seq": "1"},
+    "require_fresh": {"relation": "projected"},
+    "utc_text": {"at": "2026-01-01"},
+    "looked_up": {"found": "{}", "ord": "1"},
     "tick": {},
     "changes": {"relation": "goods"},
     "export_changes": {"relation": "goods"},
@@ -115,6 +129,7 @@ CALLS = {
 # Functions that are not called with values: what they take cannot be written as a literal.
 NOT_WALKED = {
     "capture": "a trigger function",
+    "keep_events": "a trigger function",
     "placed": "a trigger function",
     "image": "takes any number of values of any type",
 }
@@ -186,6 +201,11 @@ def walked(server):
         conn.execute("SELECT stint.create_consumer('c', '{goods}')")
         conn.execute("SELECT stint.tag('t')")
         call(conn, "create_schedule", queue="q", name="s", cron="0 0 29 2 *", payload="{}")
+        conn.execute("CREATE TABLE projected (id int PRIMARY KEY); SELECT stint.create_state('projected', 'deduplicate')")
+        conn.execute("""SELECT stint.create_projection('p', 'projected', '{told}', '{"id": "payload.id"}')""")
+        conn.execute("""SELECT stint.create_lookup('l', 'goods', '{told}', '{"id": "payload.id"}', '{name}')""")
+        conn.execute("""SELECT stint.record('s', 'told', '{"id": "poison"}', event_id => 'e')""")
+        conn.execute("UPDATE stint.events_aside SET seq = 1")
         conn.execute("SET statement_timeout = '20 s'")
         yield conn, {"$id": str(running.id), "$lease": str(running.lease)}
     server.drop_database("walked")

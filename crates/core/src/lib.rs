@@ -8,6 +8,7 @@ pub mod histogram;
 pub mod history;
 pub mod ids;
 pub mod names;
+pub mod record;
 pub mod rollup;
 pub mod snapshot;
 pub mod state;
