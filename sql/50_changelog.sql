@@ -21,11 +21,19 @@ CREATE TABLE stint.captures (
     epoch       integer NOT NULL,
     xid         xid8 NOT NULL,
     captured_at timestamptz NOT NULL DEFAULT clock_timestamp(),
-    floor_pos   bigint NOT NULL DEFAULT 0
+    floor_pos   bigint NOT NULL DEFAULT 0,
+    history     interval,
+    floor_epoch integer,
+    floor_seen  pg_snapshot,
+    gone_keys   regclass
 );
 COMMENT ON TABLE stint.captures IS 'Tables whose changes are captured, and since when: earlier points cannot be read as of';
 COMMENT ON COLUMN stint.captures.xid IS 'the transaction that installed the triggers; writers before it had ended';
 COMMENT ON COLUMN stint.captures.floor_pos IS 'changes at this position and below may be gone';
+COMMENT ON COLUMN stint.captures.history IS 'how long changes are kept beyond what tags need, null for ever';
+COMMENT ON COLUMN stint.captures.floor_epoch IS 'epoch of the tick that ends at the floor, null where nothing is gone';
+COMMENT ON COLUMN stint.captures.floor_seen IS 'snapshot of that tick: a pin that does not see all of it can no longer be read whole';
+COMMENT ON COLUMN stint.captures.gone_keys IS 'the table that holds the keys of deleted rows, typed, so that as-of reads find them by index';
 REVOKE ALL ON stint.captures FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.captures', '');
 
@@ -60,6 +68,8 @@ CREATE TABLE stint.change_log (
 );
 -- Serves ticks, positions and as-of reads, all of which ask for ranges of transactions.
 CREATE INDEX change_log_xid ON stint.change_log (epoch, xid);
+-- Serves as-of reads by key. Of the key its hash, since a key may be longer as text than an index takes.
+CREATE INDEX change_log_key ON stint.change_log (relation, hashtextextended(key, 0), epoch, seq);
 COMMENT ON TABLE stint.change_log IS 'Every change of every state table, written by the capture triggers alone and never changed. Read it through stint.changes, stint.poll and the <table>_as_of functions';
 COMMENT ON COLUMN stint.change_log.xid IS 'top-level transaction';
 COMMENT ON COLUMN stint.change_log.seq IS 'drawn while the row locks were held: per key it rises in commit order';
@@ -79,11 +89,16 @@ CREATE TABLE stint.ticks (
     end_pos   bigint NOT NULL,
     relations regclass[] NOT NULL,
     at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    high      bigint NOT NULL,
+    expired   boolean NOT NULL DEFAULT false,
     PRIMARY KEY (epoch, number)
 );
 CREATE UNIQUE INDEX ticks_end_pos ON stint.ticks (end_pos);
+CREATE INDEX ticks_at ON stint.ticks (at);
 COMMENT ON TABLE stint.ticks IS 'Batches of the changelog: the changes of a tick are those visible in its snapshot and not in the one before, ordered by seq; their positions end at end_pos';
 COMMENT ON COLUMN stint.ticks.relations IS 'tables that changed in it';
+COMMENT ON COLUMN stint.ticks.high IS 'changes with a higher seq were not visible in the snapshot';
+COMMENT ON COLUMN stint.ticks.expired IS 'its changes are gone; it stays while the next tick begins where it ends';
 REVOKE ALL ON stint.ticks FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.ticks', '');
 
@@ -135,7 +150,7 @@ CREATE FUNCTION stint.image_row(kind anyelement, image text[]) RETURNS anyelemen
     LANGUAGE c STABLE PARALLEL SAFE AS 'MODULE_PATHNAME', 'image_row_wrapper';
 COMMENT ON FUNCTION stint.image_row(anyelement, text[]) IS
 'The row that an image was made of. kind: null of the table''s row type, for its type only; image: the text of each column in the place of its number; places that are missing are null.
-Runs the types'' input functions and the domains'' checks, with the caller''s rights. Errors: 42804 if kind is not of a table''s row type. Takes no locks.';
+Runs the types'' input functions and the checks of domains inside other types, with the rights of the table''s owner. Errors: 42804 if kind is not of a table''s row type. Takes no locks.';
 REVOKE ALL ON FUNCTION stint.image_row(anyelement, text[]) FROM PUBLIC;
 
 CREATE FUNCTION stint.capture() RETURNS trigger

@@ -30,8 +30,10 @@ static CHANGED: Statement = Statement::new(
                  LATERAL (SELECT l.relation FROM stint.change_log l WHERE l.epoch = $1 AND l.xid = x OFFSET 0) r) c",
     &[pg_sys::INT4OID, pg_sys::TEXTOID],
 );
+/// Numbers above `high` are drawn from now on, by transactions that the snapshot, which is older, does not see.
 static TICK: Statement = Statement::new(
-    c"INSERT INTO stint.ticks (epoch, number, snapshot, end_pos, relations) VALUES ($1, $2, $3::pg_snapshot, $4, $5)",
+    c"INSERT INTO stint.ticks (epoch, number, snapshot, end_pos, relations, high)
+      SELECT $1, $2, $3::pg_snapshot, $4, $5, q.last_value FROM stint.change_seq q",
     &[pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::TEXTOID, pg_sys::INT8OID, pg_sys::OIDARRAYOID],
 );
 

@@ -6,16 +6,18 @@ use crate::input;
 use crate::spi::{Identity, Session, Statement, arg, connect};
 use pgrx::prelude::*;
 
-/// The transaction's own id, if it has one, counts as running in its snapshot: what it will change after the pin lies after the pin.
+/// The snapshot, and the last tick that is in it. The transaction's own id, if it has one, counts as running in its snapshot: what it will change after the pin lies after the pin.
 static NOW: Statement = Statement::new(
     c"SELECT m.epoch, pg_current_snapshot()::text, pg_current_xact_id_if_assigned()::text,
-             EXISTS (SELECT FROM stint.change_log l WHERE l.epoch = m.epoch AND l.xid = pg_current_xact_id_if_assigned())
+             EXISTS (SELECT FROM stint.change_log l WHERE l.epoch = m.epoch AND l.xid = pg_current_xact_id_if_assigned()),
+             coalesce((SELECT max(t.end_pos) FROM stint.ticks t), 0)
       FROM stint.meta m",
     &[],
 );
+/// Numbers above `high` are drawn from now on, by transactions that the snapshot, which is older, does not see.
 static PIN: Statement = Statement::new(
-    c"INSERT INTO stint.pins (epoch, snapshot, comment) VALUES ($1, $2::pg_snapshot, $3) RETURNING pin",
-    &[pg_sys::INT4OID, pg_sys::TEXTOID, pg_sys::TEXTOID],
+    c"INSERT INTO stint.pins (epoch, snapshot, comment, pos, high) SELECT $1, $2::pg_snapshot, $3, $4, q.last_value FROM stint.change_seq q RETURNING pin",
+    &[pg_sys::INT4OID, pg_sys::TEXTOID, pg_sys::TEXTOID, pg_sys::INT8OID],
 );
 
 /// Pins what the transaction sees. Runs with the rights of the extension's owner.
@@ -38,7 +40,7 @@ pub fn make(session: &Session, comment: Option<&str>) -> i64 {
         Some(own) => stint_core::snapshot::with_running(&seen, &own).unwrap_or_else(|| errors::internal("a snapshot could not be read")),
         None => seen,
     };
-    session.run(&PIN, &[arg(now.must::<i32>(0, 1)), arg(snapshot), comment.and_then(arg)]).must(0, 1)
+    session.run(&PIN, &[arg(now.must::<i32>(0, 1)), arg(snapshot), comment.and_then(arg), arg(now.must::<i64>(0, 5))]).must(0, 1)
 }
 
 /// `stint.pin`.
