@@ -25,6 +25,7 @@ CREATE TABLE stint.captures (
     history     interval,
     floor_epoch integer,
     floor_seen  pg_snapshot,
+    floor_xid   xid8,
     gone_keys   regclass
 );
 COMMENT ON TABLE stint.captures IS 'Tables whose changes are captured, and since when: earlier points cannot be read as of';
@@ -32,7 +33,8 @@ COMMENT ON COLUMN stint.captures.xid IS 'the transaction that installed the trig
 COMMENT ON COLUMN stint.captures.floor_pos IS 'changes at this position and below may be gone';
 COMMENT ON COLUMN stint.captures.history IS 'how long changes are kept beyond what tags need, null for ever';
 COMMENT ON COLUMN stint.captures.floor_epoch IS 'epoch of the tick that ends at the floor, null where nothing is gone';
-COMMENT ON COLUMN stint.captures.floor_seen IS 'snapshot of that tick: a pin that does not see all of it can no longer be read whole';
+COMMENT ON COLUMN stint.captures.floor_seen IS 'snapshot of that tick: a pin that does not see what of it had changes can no longer be read whole';
+COMMENT ON COLUMN stint.captures.floor_xid IS 'the last transaction whose changes went with that tick';
 COMMENT ON COLUMN stint.captures.gone_keys IS 'the table that holds the keys of deleted rows, typed, so that as-of reads find them by index';
 REVOKE ALL ON stint.captures FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.captures', '');
@@ -94,7 +96,8 @@ CREATE TABLE stint.ticks (
     PRIMARY KEY (epoch, number)
 );
 CREATE UNIQUE INDEX ticks_end_pos ON stint.ticks (end_pos);
-CREATE INDEX ticks_at ON stint.ticks (at);
+CREATE INDEX ticks_at ON stint.ticks (at, end_pos);
+CREATE INDEX ticks_expired ON stint.ticks (end_pos) WHERE expired;
 COMMENT ON TABLE stint.ticks IS 'Batches of the changelog: the changes of a tick are those visible in its snapshot and not in the one before, ordered by seq; their positions end at end_pos';
 COMMENT ON COLUMN stint.ticks.relations IS 'tables that changed in it';
 COMMENT ON COLUMN stint.ticks.high IS 'changes with a higher seq were not visible in the snapshot';

@@ -108,6 +108,13 @@ Errors: 42704 no such tag or state table, 22023 a position that no tick has reac
 72000 the changes after the point are no longer kept; 55000 the table keeps no changelog; 42501 no SELECT on the table or row security in force. Takes no locks.';
 REVOKE ALL ON FUNCTION stint.row_as_of(anyelement, text, text, bigint, timestamptz) FROM PUBLIC;
 
+CREATE FUNCTION stint.point_is_kept(kind anyelement, tag text, pos bigint, at timestamptz) RETURNS boolean
+    LANGUAGE c STABLE COST 10 AS 'MODULE_PATHNAME', 'point_is_kept_wrapper';
+COMMENT ON FUNCTION stint.point_is_kept(anyelement, text, bigint, timestamptz) IS
+'True where a state table can be read as of a point, else the error that says why not. kind: null of the table''s row type; tag, pos, at: the point, one of them.
+Errors: as stint.row_as_of. Takes no locks.';
+REVOKE ALL ON FUNCTION stint.point_is_kept(anyelement, text, bigint, timestamptz) FROM PUBLIC;
+
 CREATE FUNCTION stint.diff(relation regclass, since_tag text DEFAULT NULL, until_tag text DEFAULT NULL, since_pos bigint DEFAULT NULL, until_pos bigint DEFAULT NULL)
     RETURNS TABLE (kind text, key jsonb, before jsonb, after jsonb)
     LANGUAGE c STABLE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'diff_wrapper';

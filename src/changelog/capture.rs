@@ -27,7 +27,7 @@ static DECLARE: Statement = Statement::new(
       VALUES ($1, $2, pg_current_xact_id(), $3)
       ON CONFLICT (relation) DO UPDATE
           SET epoch = excluded.epoch, xid = excluded.xid, captured_at = excluded.captured_at, history = excluded.history, floor_pos = 0, floor_epoch = NULL,
-              floor_seen = NULL, gone_keys = NULL",
+              floor_seen = NULL, floor_xid = NULL, gone_keys = NULL",
     &[pg_sys::OIDOID, pg_sys::INT4OID, pg_sys::INTERVALOID],
 );
 static FORGET_IMAGES: Statement = Statement::new(c"DELETE FROM stint.kept_images WHERE relation = $1", &[pg_sys::OIDOID]);

@@ -21,7 +21,7 @@ use std::collections::HashSet;
 
 /// How far back each table with a history is kept. A table that is no state table any more keeps nothing.
 static HISTORIES: Statement = Statement::new(
-    c"SELECT c.relation::oid, clock_timestamp() - c.history FROM stint.captures c WHERE c.history IS NOT NULL",
+    c"SELECT c.relation::oid, clock_timestamp() - c.history, c.floor_pos FROM stint.captures c WHERE c.history IS NOT NULL",
     &[],
 );
 static FOREVER: Statement = Statement::new(c"SELECT c.relation::oid FROM stint.captures c WHERE c.history IS NULL", &[]);
@@ -30,13 +30,14 @@ static FOREVER: Statement = Statement::new(c"SELECT c.relation::oid FROM stint.c
 static CANDIDATES: Statement = Statement::new(
     c"SELECT t.epoch, t.number, t.end_pos, t.at, t.relations::oid[], coalesce(p.snapshot, '1:1:')::text, t.snapshot::text
       FROM stint.ticks t LEFT JOIN stint.ticks p ON p.epoch = t.epoch AND p.number = t.number - 1
-      WHERE t.end_pos > $1 AND NOT t.expired AND t.at < $2 AND t.relations && $3::regclass[]
+      WHERE t.end_pos > $1 AND t.end_pos <= (SELECT e.end_pos FROM stint.ticks e WHERE e.at < $2 ORDER BY e.at DESC, e.end_pos DESC LIMIT 1)
+        AND NOT t.expired AND t.relations && $3::regclass[]
       ORDER BY t.end_pos LIMIT 256",
     &[pg_sys::INT8OID, pg_sys::TIMESTAMPTZOID, pg_sys::OIDARRAYOID],
 );
 
-/// Removes the changes of one tick (epoch $1, from snapshot $2 to $3) and keeps those that a tag needs. Answers how many went, how many were kept, and the keys
-/// whose last change among them was their deletion.
+/// Removes the changes of one tick (epoch $1, from snapshot $2 to $3) and keeps those that a tag needs. Answers how many went, how many were kept, the keys
+/// whose last change among them was their deletion, and the last transaction among theirs.
 static EXPIRE: Statement = Statement::new(
     c"WITH gone AS (
           DELETE FROM stint.change_log d
@@ -66,12 +67,13 @@ static EXPIRE: Statement = Statement::new(
           RETURNING 1)
       SELECT (SELECT count(*) FROM lined), (SELECT count(*) FROM kept),
              (SELECT coalesce(array_agg(c.relation::oid ORDER BY c.seq), '{}') FROM lined c WHERE c.last AND c.kind = 'D'),
-             (SELECT coalesce(array_agg(c.key ORDER BY c.seq), '{}') FROM lined c WHERE c.last AND c.kind = 'D')",
+             (SELECT coalesce(array_agg(c.key ORDER BY c.seq), '{}') FROM lined c WHERE c.last AND c.kind = 'D'),
+             (SELECT c.xid::text FROM lined c ORDER BY c.xid DESC LIMIT 1)",
     &[pg_sys::INT4OID, pg_sys::TEXTOID, pg_sys::TEXTOID],
 );
 static RAISE_FLOOR: Statement = Statement::new(
-    c"UPDATE stint.captures SET floor_pos = $2, floor_epoch = $3, floor_seen = $4::pg_snapshot WHERE relation = ANY ($1::regclass[])",
-    &[pg_sys::OIDARRAYOID, pg_sys::INT8OID, pg_sys::INT4OID, pg_sys::TEXTOID],
+    c"UPDATE stint.captures SET floor_pos = $2, floor_epoch = $3, floor_seen = $4::pg_snapshot, floor_xid = $5::xid8 WHERE relation = ANY ($1::regclass[])",
+    &[pg_sys::OIDARRAYOID, pg_sys::INT8OID, pg_sys::INT4OID, pg_sys::TEXTOID, pg_sys::TEXTOID],
 );
 static EXPIRED: Statement =
     Statement::new(c"UPDATE stint.ticks SET expired = true WHERE epoch = $1 AND number = $2", &[pg_sys::INT4OID, pg_sys::INT8OID]);
@@ -165,11 +167,11 @@ pub fn step() -> bool {
 fn expire(session: &Session, max: i64) -> Done {
     let mut done = Done::default();
     let limits = session.run(&HISTORIES, &[]);
+    let mut after = (0..limits.len()).map(|row| limits.must::<i64>(row, 3)).min().unwrap_or(0);
     let limits: Vec<(pg_sys::Oid, Instant)> = (0..limits.len()).map(|row| (limits.must(row, 1), limits.must(row, 2))).collect();
     let forever = session.run(&FOREVER, &[]);
     // Tables of which no further tick may go, because an earlier one stays.
     let mut blocked: HashSet<u32> = (0..forever.len()).map(|row| forever.must::<pg_sys::Oid>(row, 1).to_u32()).collect();
-    let mut after = 0;
     'ticks: while let Some(latest) = limits.iter().filter(|(table, _)| !blocked.contains(&table.to_u32())).map(|(_, limit)| *limit).max() {
         let open: Vec<pg_sys::Oid> = limits.iter().map(|(table, _)| *table).filter(|table| !blocked.contains(&table.to_u32())).collect();
         let ticks = session.run(&CANDIDATES, &[arg(after), arg(latest), arg(open)]);
@@ -189,7 +191,7 @@ fn expire(session: &Session, max: i64) -> Done {
             let gone = session.run(&EXPIRE, &[ticks.lift(row, 1), ticks.lift(row, 6), ticks.lift(row, 7)]);
             done.removed += gone.must::<i64>(0, 1);
             done.kept += gone.must::<i64>(0, 2);
-            session.run(&RAISE_FLOOR, &[ticks.lift(row, 5), arg(after), ticks.lift(row, 1), ticks.lift(row, 7)]);
+            session.run(&RAISE_FLOOR, &[ticks.lift(row, 5), arg(after), ticks.lift(row, 1), ticks.lift(row, 7), gone.lift(0, 5)]);
             session.run(&EXPIRED, &[ticks.lift(row, 1), ticks.lift(row, 2)]);
             let dead: (Vec<pg_sys::Oid>, Vec<String>) = (gone.must(0, 3), gone.must(0, 4));
             session.run(&FORGET_ABSENT, &[arg(dead.0.clone()), arg(dead.1.clone())]);

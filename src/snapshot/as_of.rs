@@ -2,6 +2,7 @@
 //!
 //! It is plain SQL that PostgreSQL expands into the calling query, with the caller's rights, so that conditions, joins and orders on the key use indexes: the
 //! primary key's for rows that are there now, that of the table of deleted keys for those that are not. For each key `stint.row_as_of` says what the row was.
+//! `stint.point_is_kept` raises the error where the point cannot be read, also if there are no rows at all.
 //! The two parts are of one table each and without conditions of their own, since only such parts of a UNION ALL take part in the planning of the whole query.
 //! The columns are spelled out; when the table is altered, the function is made anew.
 
@@ -85,7 +86,7 @@ fn body(session: &Session, relation: &Relation) -> Option<String> {
     FROM (SELECT stint.row_as_of(l, {key}, $1, $2, $3) AS r, {live} FROM {table} l
           UNION ALL
           SELECT stint.row_as_of(NULL::{table}, g.key, $1, $2, $3), {dead} FROM {keys_name} g) x
-    WHERE (x.r).{present} IS NOT NULL
+    WHERE (x.r).{present} IS NOT NULL AND stint.point_is_kept(NULL::{table}, $1, $2, $3)
 ",
         columns = columns.join(", "),
         key = key_sql(relation.key_columns().map(|column| column.quoted.as_str()), "l").replace("::text", "::pg_catalog.text"),
@@ -110,7 +111,7 @@ pub fn install(session: &Session, relation: &Relation) {
         "COMMENT ON FUNCTION {function} IS {}",
         quote(&format!(
             "The rows of {table} as a reader saw them at a tag, at a position of the changelog, or at the last tick by a time (give one of the three). Conditions on the key use indexes. \
-             Needs SELECT on the table, USAGE on the schema stint and EXECUTE on stint.row_as_of and stint.image."
+             Needs SELECT on the table, USAGE on the schema stint and EXECUTE on stint.row_as_of, stint.point_is_kept and stint.image."
         ))
     ));
     // So that DROP EXTENSION leaves no function behind that cannot work, and that stands in the way of the next create_state.

@@ -111,7 +111,7 @@ pub fn resolve(session: &Session, relation: pg_sys::Oid, table: &str, name: &Nam
     };
     let point = if found.is_empty() { None } else { Some(read(&found)) };
     match point {
-        Some(point) if !point.precedes(captured.must(0, 1), xid(&captured, 0, 2), i64::MAX) => point,
+        Some(point) if point.epoch > captured.must(0, 1) || point.epoch == captured.must(0, 1) && point.seen.sees(xid(&captured, 0, 2)) => point,
         _ => errors::invalid(
             format!("{table} was not a state table yet at that point"),
             "Give a tag, a position or a time after stint.create_state.",

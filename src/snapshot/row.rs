@@ -129,7 +129,6 @@ fn places(session: &Session, relation: pg_sys::Oid, layout: i32) -> Vec<Option<u
 /// See [`row_as_of_wrapper`].
 #[unsafe(no_mangle)]
 pub extern "C" fn pg_finfo_row_as_of_wrapper() -> &'static pg_sys::Pg_finfo_record {
-    static CALLED_BY_V1: pg_sys::Pg_finfo_record = pg_sys::Pg_finfo_record { api_version: 1 };
     &CALLED_BY_V1
 }
 
@@ -140,53 +139,100 @@ pub extern "C" fn pg_finfo_row_as_of_wrapper() -> &'static pg_sys::Pg_finfo_reco
 #[unsafe(no_mangle)]
 #[pg_guard]
 pub unsafe extern "C-unwind" fn row_as_of_wrapper(fcinfo: pg_sys::FunctionCallInfo) -> pg_sys::Datum {
-    // SAFETY: fcinfo is PostgreSQL's, with the five arguments of the declaration; the context of flinfo lives as long as the query.
+    // SAFETY: fcinfo is PostgreSQL's, with the five arguments of the declaration.
     unsafe {
         let call = &mut *fcinfo;
         let args = call.args.as_slice(5);
-        let (row_type, context) = (pg_sys::get_fn_expr_argtype(call.flinfo, 0), (*call.flinfo).fn_mcxt);
         let Some(key) = String::from_datum(args[1].value, args[1].isnull) else {
             errors::missing("key", "Give the key's values as stint.image(…)::text.")
         };
-        let name = point::named(
-            String::from_datum(args[2].value, args[2].isnull),
-            i64::from_datum(args[3].value, args[3].isnull),
-            Instant::from_datum(args[4].value, args[4].isnull),
-        );
-        let (live, was_null) = (args[0].value, args[0].isnull);
-        // Taken out while it is worked with: a domain's check is user code, which may read as of a point, too.
-        let known = READINGS.with_borrow_mut(|all| all.remove(&(context as usize)));
-        let mut readings = known.unwrap_or_else(|| {
-            PgMemoryContexts::For(context).leak_and_drop_on_delete(Query(context as usize));
-            Vec::new()
+        let live = (!args[0].isnull).then_some(args[0].value);
+        let answer = with_reading(call.flinfo, named(&args[2..]), |session, reading| {
+            reading.find(session, &key);
+            match &reading.last {
+                Some((_, Row::Was(bytes))) => Some(copy(bytes)),
+                Some((_, Row::Unchanged)) => live,
+                _ => None,
+            }
         });
-        let snapshot = active_snapshot();
-        readings.retain(|reading| reading.snapshot == snapshot);
-        let same = |reading: &Reading| reading.row_type == row_type && reading.name == name;
-        let at = connect(|session| {
-            let owner = Identity::owner();
-            let at = readings.iter().position(same).unwrap_or_else(|| {
-                readings.push(Reading::open(session, owner.caller(), row_type, name.clone(), context));
-                readings.len() - 1
-            });
-            readings[at].find(session, &key);
-            at
-        });
-        let answer = match &readings[at].last {
-            Some((_, Row::Was(bytes))) => Some(copy(bytes)),
-            Some((_, Row::Unchanged)) if !was_null => Some(live),
-            _ => None,
-        };
-        READINGS.with_borrow_mut(|all| all.insert(context as usize, readings));
         call.isnull = answer.is_none();
         answer.unwrap_or(pg_sys::Datum::from(0usize))
     }
 }
 
-fn copy(bytes: &[u8]) -> pg_sys::Datum {
-    // SAFETY: as many bytes as are allocated.
+/// See [`point_is_kept_wrapper`].
+#[unsafe(no_mangle)]
+pub extern "C" fn pg_finfo_point_is_kept_wrapper() -> &'static pg_sys::Pg_finfo_record {
+    &CALLED_BY_V1
+}
+
+/// `stint.point_is_kept(anyelement, text, bigint, timestamptz) → boolean`: true, or the error that says why the table cannot be read at the point.
+///
+/// # Safety
+/// Called by PostgreSQL only.
+#[unsafe(no_mangle)]
+#[pg_guard]
+pub unsafe extern "C-unwind" fn point_is_kept_wrapper(fcinfo: pg_sys::FunctionCallInfo) -> pg_sys::Datum {
+    // SAFETY: fcinfo is PostgreSQL's, with the four arguments of the declaration.
     unsafe {
-        let to = pg_sys::palloc(bytes.len()).cast::<u8>();
+        let call = &mut *fcinfo;
+        let args = call.args.as_slice(4);
+        with_reading(call.flinfo, named(&args[1..]), |_, _| ());
+        pg_sys::Datum::from(true)
+    }
+}
+
+/// The record that tells PostgreSQL how a hand-written C function is called.
+static CALLED_BY_V1: pg_sys::Pg_finfo_record = pg_sys::Pg_finfo_record { api_version: 1 };
+
+/// The point that the arguments tag, pos and at name.
+///
+/// # Safety
+/// They are of these types.
+unsafe fn named(args: &[pg_sys::NullableDatum]) -> Name {
+    // SAFETY: as the caller promises.
+    unsafe {
+        point::named(
+            String::from_datum(args[0].value, args[0].isnull),
+            i64::from_datum(args[1].value, args[1].isnull),
+            Instant::from_datum(args[2].value, args[2].isnull),
+        )
+    }
+}
+
+/// Works with the reading of a table, whose row type the function's first argument has, at a point; opened where this is the query's first call.
+///
+/// # Safety
+/// `info` is that of a call under way.
+unsafe fn with_reading<T>(info: *mut pg_sys::FmgrInfo, name: Name, work: impl FnOnce(&Session, &mut Reading) -> T) -> T {
+    // SAFETY: the context of the call lives as long as the query.
+    let (row_type, context) = unsafe { (pg_sys::get_fn_expr_argtype(info, 0), (*info).fn_mcxt) };
+    // Taken out while it is worked with: a domain's check is user code, which may read as of a point, too.
+    let known = READINGS.with_borrow_mut(|all| all.remove(&(context as usize)));
+    let mut readings = known.unwrap_or_else(|| {
+        PgMemoryContexts::For(context).leak_and_drop_on_delete(Query(context as usize));
+        Vec::new()
+    });
+    let snapshot = active_snapshot();
+    readings.retain(|reading| reading.snapshot == snapshot);
+    let answer = connect(|session| {
+        let owner = Identity::owner();
+        let same = |reading: &Reading| reading.row_type == row_type && reading.name == name;
+        let at = readings.iter().position(same).unwrap_or_else(|| {
+            readings.push(Reading::open(session, owner.caller(), row_type, name.clone(), context));
+            readings.len() - 1
+        });
+        work(session, &mut readings[at])
+    });
+    READINGS.with_borrow_mut(|all| all.insert(context as usize, readings));
+    answer
+}
+
+/// A composite datum of these bytes, in the memory of the call that SPI was opened in.
+fn copy(bytes: &[u8]) -> pg_sys::Datum {
+    // SAFETY: as many bytes as are allocated; inside SPI this allocates in the upper context.
+    unsafe {
+        let to = pg_sys::SPI_palloc(bytes.len()).cast::<u8>();
         std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
         pg_sys::Datum::from(to)
     }

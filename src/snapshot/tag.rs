@@ -8,13 +8,15 @@ use crate::spi::{Identity, Session, Statement, arg, connect};
 use pgrx::prelude::*;
 
 static PIN: Statement = Statement::new(c"SELECT FROM stint.pins p WHERE p.pin = $1", &[pg_sys::INT8OID]);
-/// State tables whose changes after the pin are not all kept any more: the tick at their floor sees something that the pin does not.
+/// State tables whose changes after the pin are not all kept any more: a transaction whose changes went with the tick at their floor is one
+/// that the pin does not see.
 static BELOW_FLOOR: Statement = Statement::new(
     c"SELECT c.relation::text
       FROM stint.captures c, stint.pins p
       WHERE p.pin = $1 AND (c.floor_epoch > p.epoch
-                            OR c.floor_epoch = p.epoch AND (pg_snapshot_xmax(c.floor_seen) > pg_snapshot_xmax(p.snapshot)
-                                                            OR EXISTS (SELECT FROM pg_snapshot_xip(p.snapshot) x WHERE pg_visible_in_snapshot(x, c.floor_seen))))
+                            OR c.floor_epoch = p.epoch AND (c.floor_xid >= pg_snapshot_xmax(p.snapshot)
+                                                            OR EXISTS (SELECT FROM pg_snapshot_xip(p.snapshot) x
+                                                                       WHERE x <= c.floor_xid AND pg_visible_in_snapshot(x, c.floor_seen))))
       ORDER BY 1 LIMIT 1",
     &[pg_sys::INT8OID],
 );
