@@ -16,7 +16,10 @@ use std::collections::HashMap;
 use std::rc::Rc;
 
 static NUMBER: Statement = Statement::new(c"SELECT nextval('stint.change_seq')", &[]);
-static SET: Statement = Statement::new(c"UPDATE stint.captures SET gone_keys = to_regclass($2) WHERE relation = $1 RETURNING gone_keys::oid", &[pg_sys::OIDOID, pg_sys::TEXTOID]);
+static SET: Statement = Statement::new(
+    c"UPDATE stint.captures SET gone_keys = to_regclass($2) WHERE relation = $1 RETURNING gone_keys::oid",
+    &[pg_sys::OIDOID, pg_sys::TEXTOID],
+);
 static FIND: Statement = Statement::new(
     c"SELECT c.gone_keys::oid, format('%I.%I', n.nspname, t.relname)
       FROM stint.captures c JOIN pg_class t ON t.oid = c.gone_keys JOIN pg_namespace n ON n.oid = t.relnamespace WHERE c.relation = $1",
@@ -37,8 +40,13 @@ pub fn create(session: &Session, relation: &Relation) {
     let number: i64 = session.run(&NUMBER, &[]).must(0, 1);
     let name = format!("stint.gone_keys_{number}");
     let columns: Vec<String> = relation.key_columns().enumerate().map(|(place, column)| format!("l.{} AS k{}", column.quoted, place + 1)).collect();
-    session.execute_once(&format!("CREATE TABLE {name} AS SELECT {}, ''::text COLLATE \"C\" AS key FROM {} l WITH NO DATA", columns.join(", "), relation.qualified));
-    session.execute_once(&format!("CREATE INDEX ON {name} ({})", (1..=columns.len()).map(|place| format!("k{place}")).collect::<Vec<_>>().join(", ")));
+    session.execute_once(&format!(
+        "CREATE TABLE {name} AS SELECT {}, ''::text COLLATE \"C\" AS key FROM {} l WITH NO DATA",
+        columns.join(", "),
+        relation.qualified
+    ));
+    session
+        .execute_once(&format!("CREATE INDEX ON {name} ({})", (1..=columns.len()).map(|place| format!("k{place}")).collect::<Vec<_>>().join(", ")));
     session.execute_once(&format!("CREATE INDEX ON {name} (hashtextextended(key, 0))"));
     session.execute_once(&format!(
         "COMMENT ON TABLE {name} IS '{}'",
@@ -166,7 +174,9 @@ fn sql(shape: &Shape, table: &str, keys: &str, what: Move) -> Vec<String> {
             same = same("g.key", "o.key"),
         )
     };
-    let take = |from: &str| format!("DELETE FROM {keys} g USING (SELECT {} COLLATE \"C\" AS key FROM {from} r) n WHERE {}", key("r"), same("g.key", "n.key"));
+    let take = |from: &str| {
+        format!("DELETE FROM {keys} g USING (SELECT {} COLLATE \"C\" AS key FROM {from} r) n WHERE {}", key("r"), same("g.key", "n.key"))
+    };
     match what {
         Move::Came => vec![take("stint_new")],
         Move::Went => vec![add("stint_old", "")],

@@ -4,8 +4,8 @@
 use super::shape::Shape;
 use crate::errors::{self, Fault};
 use crate::spi::Identity;
-use pgrx::{PgMemoryContexts, PgTupleDesc};
 use pgrx::prelude::*;
+use pgrx::{PgMemoryContexts, PgTupleDesc};
 use std::ffi::CStr;
 use std::os::raw::{c_char, c_int};
 

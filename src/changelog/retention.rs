@@ -20,10 +20,8 @@ use std::cell::Cell;
 use std::collections::HashSet;
 
 /// How far back each table with a history is kept. A table that is no state table any more keeps nothing.
-static HISTORIES: Statement = Statement::new(
-    c"SELECT c.relation::oid, clock_timestamp() - c.history, c.floor_pos FROM stint.captures c WHERE c.history IS NOT NULL",
-    &[],
-);
+static HISTORIES: Statement =
+    Statement::new(c"SELECT c.relation::oid, clock_timestamp() - c.history, c.floor_pos FROM stint.captures c WHERE c.history IS NOT NULL", &[]);
 static FOREVER: Statement = Statement::new(c"SELECT c.relation::oid FROM stint.captures c WHERE c.history IS NULL", &[]);
 
 /// Ticks after a position that may go: older than the latest of the tables' limits, and with changes of one of these tables.
@@ -181,9 +179,8 @@ fn expire(session: &Session, max: i64) -> Done {
         for row in 0..ticks.len() {
             after = ticks.must(row, 3);
             let (at, tables): (Instant, Vec<pg_sys::Oid>) = (ticks.must(row, 4), ticks.must(row, 5));
-            let stays = |table: &pg_sys::Oid| {
-                blocked.contains(&table.to_u32()) || limits.iter().any(|(limited, limit)| limited == table && at >= *limit)
-            };
+            let stays =
+                |table: &pg_sys::Oid| blocked.contains(&table.to_u32()) || limits.iter().any(|(limited, limit)| limited == table && at >= *limit);
             if tables.iter().any(stays) {
                 blocked.extend(tables.iter().map(|table| table.to_u32()));
                 continue;

@@ -43,10 +43,8 @@ fn diff(
     until_tag: Option<String>,
     since_pos: Option<i64>,
     until_pos: Option<i64>,
-) -> TableIterator<
-    'static,
-    (name!(kind, &'static str), name!(key, Option<RawJsonb>), name!(before, Option<RawJsonb>), name!(after, Option<RawJsonb>)),
-> {
+) -> TableIterator<'static, (name!(kind, &'static str), name!(key, Option<RawJsonb>), name!(before, Option<RawJsonb>), name!(after, Option<RawJsonb>))>
+{
     let relation = relation.unwrap_or_else(|| errors::missing("relation", "Give the state table's name, as in 'shop.orders'."));
     let since = match (since_tag, since_pos) {
         (Some(tag), None) => Name::Tag(tag),
@@ -57,7 +55,9 @@ fn diff(
         (None, None) => None,
         (Some(tag), None) => Some(Name::Tag(tag)),
         (None, Some(pos)) => Some(Name::Pos(pos)),
-        _ => errors::invalid("both arguments \"until_tag\" and \"until_pos\" are given", "Name the later point by one of them, or by neither for now."),
+        _ => {
+            errors::invalid("both arguments \"until_tag\" and \"until_pos\" are given", "Name the later point by one of them, or by neither for now.")
+        }
     };
     let rows = connect(|session| {
         let identity = Identity::owner();

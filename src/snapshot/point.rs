@@ -45,10 +45,8 @@ static AT: Statement = Statement::new(
     &[pg_sys::TIMESTAMPTZOID],
 );
 static LAST: Statement = Statement::new(c"SELECT coalesce(max(t.end_pos), 0) FROM stint.ticks t", &[]);
-static FIRST_TICK: Statement = Statement::new(
-    c"SELECT coalesce('at ' || (SELECT t.at FROM stint.ticks t ORDER BY t.at LIMIT 1)::text, 'not made yet')",
-    &[],
-);
+static FIRST_TICK: Statement =
+    Statement::new(c"SELECT coalesce('at ' || (SELECT t.at FROM stint.ticks t ORDER BY t.at LIMIT 1)::text, 'not made yet')", &[]);
 
 /// Since when a table is captured, and from where on its changes are kept.
 static CAPTURED: Statement = Statement::new(
@@ -109,13 +107,12 @@ pub fn resolve(session: &Session, relation: pg_sys::Oid, table: &str, name: &Nam
             found
         }
     };
-    let point = if found.is_empty() { None } else { Some(read(&found)) };
-    match point {
-        Some(point) if point.epoch > captured.must(0, 1) || point.epoch == captured.must(0, 1) && point.seen.sees(xid(&captured, 0, 2)) => point,
-        _ => errors::invalid(
-            format!("{table} was not a state table yet at that point"),
-            "Give a tag, a position or a time after stint.create_state.",
-        ),
+    let declared: i32 = captured.must(0, 1);
+    match (!found.is_empty()).then(|| read(&found)) {
+        Some(point) if point.epoch > declared || point.epoch == declared && point.seen.sees(xid(&captured, 0, 2)) => point,
+        _ => {
+            errors::invalid(format!("{table} was not a state table yet at that point"), "Give a tag, a position or a time after stint.create_state.")
+        }
     }
 }
 

@@ -63,8 +63,7 @@ impl Point {
     /// Whether a change lies after the point. For the changes of one key, in their order, it is false up to some change and true from there on.
     pub fn precedes(&self, epoch: i32, xid: u64, seq: i64) -> bool {
         epoch > self.epoch
-            || epoch == self.epoch
-                && (!self.seen.sees(xid) || seq > self.bound && self.settled.as_ref().is_some_and(|settled| !settled.sees(xid)))
+            || epoch == self.epoch && (!self.seen.sees(xid) || seq > self.bound && self.settled.as_ref().is_some_and(|settled| !settled.sees(xid)))
     }
 }
 
