@@ -27,9 +27,10 @@ FROM stint.state_config c JOIN pg_catalog.pg_class t ON t.oid = c.relation;
 COMMENT ON VIEW stint.states IS 'The state tables of this database and how their rows merge';
 REVOKE ALL ON stint.states FROM PUBLIC;
 
-CREATE FUNCTION stint.create_state(relation regclass, engine text, sequence text[] DEFAULT NULL, groups jsonb DEFAULT NULL, deletes text DEFAULT NULL)
+CREATE FUNCTION stint.create_state(relation regclass, engine text, sequence text[] DEFAULT NULL, groups jsonb DEFAULT NULL, deletes text DEFAULT NULL,
+    changelog boolean DEFAULT true, history interval DEFAULT NULL)
 RETURNS void LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'create_state_wrapper';
-COMMENT ON FUNCTION stint.create_state(regclass, text, text[], jsonb, text) IS
+COMMENT ON FUNCTION stint.create_state(regclass, text, text[], jsonb, text, boolean, interval) IS
 $$Declares an ordinary or partitioned table with a primary key as a state table; only its owner may.
 
 relation  the table; not temporary, unlogged, a partition, inherited, or without an immediate primary key
@@ -40,11 +41,13 @@ groups    partial-update: {"sequence columns": ["field", ...]}, several sequence
           than this group removes the row
 deletes   what merge(kind => 'delete') does: 'remove' (default of deduplicate), 'refuse' (default of partial-update without groups), 'ignore', or 'retract' (default with groups: the
           fields of each group that the delete is not older than become null and the group advances)
+changelog whether its changes are captured. Without, there is no <table>_as_of for it, and consumers, watches and tags cannot use it
+history   how long its changes are kept beyond what tags need; null: for ever
 
 A table that remembers the sequences of deleted keys is made beside it, named <table>_tombstones, where the declaration needs one.
 Errors: 42809 or 42P16 not a fit table, 42501 not its owner, 22023 unknown engine, policy or option, or options that contradict each other, 42703 unknown column, 42710 declared already.
 Locks: SHARE ROW EXCLUSIVE on the table.$$;
-REVOKE ALL ON FUNCTION stint.create_state(regclass, text, text[], jsonb, text) FROM PUBLIC;
+REVOKE ALL ON FUNCTION stint.create_state(regclass, text, text[], jsonb, text, boolean, interval) FROM PUBLIC;
 
 CREATE FUNCTION stint.drop_state(relation regclass)
 RETURNS void LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'drop_state_wrapper';

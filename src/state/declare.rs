@@ -1,12 +1,13 @@
 //! `create_state` and `drop_state`: what makes a table a state table.
 
 use super::rights;
-use crate::changelog::capture;
+use crate::changelog::{capture, retention};
 use crate::errors::{self, Fault};
+use crate::input;
 use crate::relation::{Column, Relation};
 use crate::snapshot::as_of;
 use crate::spi::{self, Identity, Session, Statement, arg};
-use crate::values::RawJsonb;
+use crate::values::{RawInterval, RawJsonb};
 use pgrx::prelude::*;
 use stint_core::state::declare::{Declaration, Refusal, Why};
 use stint_core::state::{self, compile};
@@ -94,14 +95,21 @@ fn create_state(
     sequence: Option<Vec<Option<String>>>,
     groups: Option<RawJsonb>,
     deletes: Option<&str>,
+    changelog: Option<bool>,
+    history: Option<RawInterval>,
 ) {
     const NAME_IT: &str = "Name the table, as in stint.create_state('shop.goods', 'partial-update').";
     let Some(oid) = relation else { errors::missing("relation", NAME_IT) };
     let Some(engine) = engine else { errors::missing("engine", "Give 'deduplicate' or 'partial-update'.") };
     let sequence = sequence.map(no_nulls);
+    let changelog = input::given("changelog", changelog);
+    if !changelog && history.is_some() {
+        errors::invalid("argument \"history\" is given, but changelog is false", "Leave history out, or let the table keep a changelog.")
+    }
     crate::shmem::required();
     let identity = Identity::owner();
     spi::connect(|session| {
+        let history = retention::checked_history(session, history);
         let relation = Relation::load(session, oid);
         rights::require_ownership(session, &relation, identity.caller());
         // Nobody alters or writes the table while it is read again and its triggers are made.
@@ -121,8 +129,10 @@ fn create_state(
         if declaration.remembers() {
             create_tombstones(session, &relation, &table, &declaration);
         }
-        capture::install(session, &relation);
-        as_of::install(session, &relation);
+        if changelog {
+            capture::install(session, &relation, history.and_then(arg));
+            as_of::install(session, &relation);
+        }
         // SAFETY: every backend's compiled merges of the table become stale when this transaction commits.
         unsafe { pg_sys::CacheInvalidateRelcacheByRelid(oid) };
     });
@@ -175,8 +185,10 @@ fn drop_state(relation: Option<pg_sys::Oid>) {
         if rows.is_empty() {
             not_declared(&relation);
         }
-        as_of::remove(session, &relation);
-        capture::remove(session, &relation);
+        if capture::is_captured(session, oid) {
+            as_of::remove(session, &relation);
+            capture::remove(session, &relation);
+        }
         if let Some(tombstones) = rows.get::<String>(0, 1) {
             session.execute_once(&format!("DROP TABLE {tombstones}"));
         }

@@ -1,6 +1,7 @@
 //! State tables: the user's own tables with a declared merge engine. [`declare`] takes and checks declarations, [`merge`] runs what `stint_core` compiles them to.
 
 pub mod declare;
+mod history;
 pub mod merge;
 mod plans;
 mod rights;
