@@ -68,9 +68,11 @@ CREATE TABLE stint.change_log (
     after    text[],
     cause    bigint
 );
--- Serves ticks, positions and as-of reads, all of which ask for ranges of transactions.
+-- Serves ticks and as-of reads, which ask for ranges of transactions.
 CREATE INDEX change_log_xid ON stint.change_log (epoch, xid);
--- Serves as-of reads by key. Of the key its hash, since a key may be longer as text than an index takes.
+-- Serves readers of large ticks, which go on where the page before ended.
+CREATE INDEX change_log_seq ON stint.change_log (epoch, seq);
+-- Serves as-of reads by key, and netting, which asks for a key's neighbouring changes. Of the key its hash, since a key may be longer as text than an index takes.
 CREATE INDEX change_log_key ON stint.change_log (relation, hashtextextended(key, 0), epoch, seq);
 COMMENT ON TABLE stint.change_log IS 'Every change of every state table, written by the capture triggers alone and never changed. Read it through stint.changes, stint.poll and the <table>_as_of functions';
 COMMENT ON COLUMN stint.change_log.xid IS 'top-level transaction';
@@ -90,6 +92,8 @@ CREATE TABLE stint.ticks (
     snapshot  pg_snapshot NOT NULL,
     end_pos   bigint NOT NULL,
     relations regclass[] NOT NULL,
+    first_seq bigint NOT NULL,
+    last_seq  bigint NOT NULL,
     at        timestamptz NOT NULL DEFAULT clock_timestamp(),
     high      bigint NOT NULL,
     expired   boolean NOT NULL DEFAULT false,
@@ -100,6 +104,8 @@ CREATE INDEX ticks_at ON stint.ticks (at, end_pos);
 CREATE INDEX ticks_expired ON stint.ticks (end_pos) WHERE expired;
 COMMENT ON TABLE stint.ticks IS 'Batches of the changelog: the changes of a tick are those visible in its snapshot and not in the one before, ordered by seq; their positions end at end_pos';
 COMMENT ON COLUMN stint.ticks.relations IS 'tables that changed in it';
+COMMENT ON COLUMN stint.ticks.first_seq IS 'the least seq of its changes; others'' lie between it and last_seq too';
+COMMENT ON COLUMN stint.ticks.last_seq IS 'the greatest seq of its changes';
 COMMENT ON COLUMN stint.ticks.high IS 'changes with a higher seq were not visible in the snapshot';
 COMMENT ON COLUMN stint.ticks.expired IS 'its changes are gone; it stays while the next tick begins where it ends';
 REVOKE ALL ON stint.ticks FROM PUBLIC;
@@ -109,11 +115,15 @@ CREATE TABLE stint.consumer_config (
     consumer   text COLLATE "C" PRIMARY KEY,
     relations  regclass[] NOT NULL,
     start_pos  bigint NOT NULL,
+    start_epoch    integer,
+    start_snapshot pg_snapshot,
     created_by name NOT NULL DEFAULT session_user,
     created_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 COMMENT ON TABLE stint.consumer_config IS 'Named readers of the changelog';
 COMMENT ON COLUMN stint.consumer_config.start_pos IS 'it reads what lies after this position';
+COMMENT ON COLUMN stint.consumer_config.start_epoch IS 'the epoch whose transaction ids start_snapshot holds';
+COMMENT ON COLUMN stint.consumer_config.start_snapshot IS 'it started with what this snapshot sees, which it is not given again; null for one that started at a position';
 REVOKE ALL ON stint.consumer_config FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.consumer_config', '');
 
@@ -130,6 +140,7 @@ SELECT pg_catalog.pg_extension_config_dump('stint.consumer_commits', '');
 CREATE VIEW stint.consumers AS
 SELECT c.consumer, c.relations, coalesce(p.pos, c.start_pos) AS pos,
        coalesce(t.end_pos, 0) - coalesce(p.pos, c.start_pos) AS lag,
+       EXISTS (SELECT FROM stint.captures f WHERE f.relation = ANY (c.relations) AND f.floor_pos > coalesce(p.pos, c.start_pos)) AS must_refetch,
        p.committed_at, c.created_by, c.created_at
 FROM stint.consumer_config c
 LEFT JOIN LATERAL (SELECT m.pos, m.committed_at FROM stint.consumer_commits m WHERE m.consumer = c.consumer ORDER BY m.pos DESC LIMIT 1) p ON true
@@ -139,6 +150,7 @@ COMMENT ON COLUMN stint.consumers.consumer IS 'its name';
 COMMENT ON COLUMN stint.consumers.relations IS 'the state tables it reads';
 COMMENT ON COLUMN stint.consumers.pos IS 'position it has committed; it reads on after it';
 COMMENT ON COLUMN stint.consumers.lag IS 'positions between it and the last tick, those of other tables included';
+COMMENT ON COLUMN stint.consumers.must_refetch IS 'whether changes it has not read are gone: poll refuses it (72000)';
 COMMENT ON COLUMN stint.consumers.committed_at IS 'time of its last commit, null before the first';
 REVOKE ALL ON stint.consumers FROM PUBLIC;
 
@@ -185,18 +197,35 @@ CREATE FUNCTION stint.changes(relation regclass, since_pos bigint DEFAULT 0, max
     RETURNS TABLE (pos bigint, kind text, key jsonb, before jsonb, after jsonb, changed_at timestamptz, cause bigint)
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'changes_wrapper';
 COMMENT ON FUNCTION stint.changes(regclass, bigint, integer) IS
-'Changes of a state table after a position, in order. relation: the table, on which the caller needs SELECT; since_pos: give the last pos you have; max: most changes to return.
+'Changes of a state table after a position, in order. What a transaction did to a key is one change, at the position of the last: a key born and dead in it, or put back as it
+was, gives nothing. relation: the table, on which the caller needs SELECT; since_pos: give the last pos you have; max: most changes to return, an update being one.
 Result: pos, the same for the two rows of an update; kind: +I inserted, -U and +U the row before and after an update, -D deleted; key; before: null for +I; after: null for -U and -D;
-changed_at: when the statement ended; cause: the event of the record it comes from, null for other changes. In jsonb numbers are exact, NaN and the infinities are strings, json is embedded, arrays are arrays, and everything else is a string:
-PostgreSQL''s text under DateStyle ISO and TimeZone UTC. Shows ticked changes only. Meant for FROM.
-Errors: 42704 no such state table, 22023 a position that no tick has reached, 42501 no SELECT on the table or row security in force, 54000 max over stint.max_batch. Takes no locks.';
+changed_at: when the last statement ended; cause: the event of the record it comes from, null for other changes. In jsonb numbers are exact, NaN and the infinities are strings,
+json is embedded, arrays are arrays, and everything else is a string: PostgreSQL''s text under DateStyle ISO and TimeZone UTC. Shows ticked changes only. Meant for FROM.
+Errors: 42704 no such state table, 22023 a position that no tick has reached, 72000 changes after the position are not kept any more, 42501 no SELECT on the table or row security
+in force, 54000 max over stint.max_batch. Takes no locks.';
 REVOKE ALL ON FUNCTION stint.changes(regclass, bigint, integer) FROM PUBLIC;
+
+CREATE FUNCTION stint.export_changes(relation regclass, since_pos bigint DEFAULT 0, until_pos bigint DEFAULT NULL)
+    RETURNS TABLE (pos bigint, kind text, key text[], columns text[], image text[], changed_at timestamptz, cause bigint)
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'export_changes_wrapper';
+COMMENT ON FUNCTION stint.export_changes(regclass, bigint, bigint) IS
+'Changes of a state table as text, for COPY (SELECT * FROM stint.export_changes(…)) TO …: what stint.changes returns, any number of them, with the very text of each value. since_pos and
+until_pos: changes after the first up to the second; null until_pos: up to the last there is. Result: pos and kind as in stint.changes; key: the primary key''s values; columns and
+image: names and values, of the row before for -U and -D, after for +I and +U, as the table''s columns were then; changed_at, cause. Read in pages, each under its own snapshot.
+Meant for FROM.
+Errors: 42704 no such state table, 22023 a position that no tick has reached, or until_pos before since_pos, 72000 changes after since_pos are not kept any more, 42501 no SELECT on the
+table or row security in force. Takes no locks.';
+REVOKE ALL ON FUNCTION stint.export_changes(regclass, bigint, bigint) FROM PUBLIC;
 
 CREATE FUNCTION stint.create_consumer(consumer text, relations regclass[], start text DEFAULT 'earliest') RETURNS void
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'create_consumer_wrapper';
 COMMENT ON FUNCTION stint.create_consumer(text, regclass[], text) IS
-'Declares a named reader of the changelog. relations: the state tables it reads, on which the caller needs SELECT; start: ''earliest'' reads every change there is, ''latest'' what is ticked
-from now on. Errors: 42710 the name is taken, 42704 no such state table, 42501 no SELECT. Locks: none beyond its own row.';
+'Declares a named reader of the changelog. relations: the state tables it reads, on which the caller needs SELECT; start: ''earliest'' reads every change that is kept, ''latest''
+what is ticked from now on, ''snapshot'' exactly what the calling transaction does not see: in a REPEATABLE READ transaction create the consumer and read the tables, and its polls
+go on from those rows, with nothing missing and nothing twice.
+Errors: 42710 the name is taken, 42704 no such state table, 42501 no SELECT, 25001 start => ''snapshot'' under READ COMMITTED or after changing a state table.
+Locks: none beyond its own row.';
 REVOKE ALL ON FUNCTION stint.create_consumer(text, regclass[], text) FROM PUBLIC;
 
 CREATE FUNCTION stint.drop_consumer(consumer text) RETURNS void
@@ -205,20 +234,24 @@ COMMENT ON FUNCTION stint.drop_consumer(text) IS
 'Forgets a consumer and how far it had come. Errors: 42704 no such consumer, 42501 no SELECT on a table it reads. Locks: the consumer''s row.';
 REVOKE ALL ON FUNCTION stint.drop_consumer(text) FROM PUBLIC;
 
-CREATE FUNCTION stint.poll(consumer text, max integer DEFAULT 100)
+CREATE FUNCTION stint.poll(consumer text, max integer DEFAULT 100, wait interval DEFAULT '0')
     RETURNS TABLE (pos bigint, relation regclass, kind text, key jsonb, before jsonb, after jsonb, changed_at timestamptz, cause bigint)
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'poll_wrapper';
-COMMENT ON FUNCTION stint.poll(text, integer) IS
+COMMENT ON FUNCTION stint.poll(text, integer, interval) IS
 'The next changes for a consumer, after the position it has committed; columns as in stint.changes. Writes nothing and takes no locks: the same changes come again until stint.commit.
-max: most changes to return; an update is one change and two rows. Meant for FROM.
-Errors: 42704 no such consumer, 42501 no SELECT on a table it reads or row security in force, 54000 max over stint.max_batch.';
-REVOKE ALL ON FUNCTION stint.poll(text, integer) FROM PUBLIC;
+max: most changes to return; an update is one change and two rows. wait: where there is nothing, sleep in the server up to this long (at most stint.max_wait) and answer as soon as
+a tick brings something; no row then means that the time ran out. Cancel, statement_timeout and shutdown end it at once. Meant for FROM.
+Errors: 42704 no such consumer, 72000 changes it has not read are not kept any more (must_refetch in stint.consumers), 25001 a wait under REPEATABLE READ or SERIALIZABLE,
+42501 no SELECT on a table it reads or row security in force, 54000 max over stint.max_batch or wait over stint.max_wait.';
+REVOKE ALL ON FUNCTION stint.poll(text, integer, interval) FROM PUBLIC;
 
-CREATE FUNCTION stint.commit(consumer text, pos bigint) RETURNS void
+CREATE FUNCTION stint.commit(consumer text, pos bigint DEFAULT NULL) RETURNS void
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'commit_wrapper';
 COMMENT ON FUNCTION stint.commit(text, bigint) IS
 'Advances a consumer to the last pos it has dealt with, as part of the calling transaction: what the consumer wrote and its position become visible together or not at all.
-Committing the present position again changes nothing. Errors: 42704 no such consumer, 22023 a position below the committed one or beyond the last tick,
+Without pos: past everything that the poll of this transaction returned and, where it returned all there is, past what it found to be none of the consumer''s, so that a reader of
+quiet tables does not seem to lag. Committing the present position again changes nothing.
+Errors: 42704 no such consumer, 22023 a position below the committed one or beyond the last tick, 22004 no pos and no poll in this transaction,
 40001 another session advanced the consumer since this transaction polled it (roll back and poll again), 42501 no SELECT on a table it reads.
 Locks: the consumer''s row until the transaction ends.';
 REVOKE ALL ON FUNCTION stint.commit(text, bigint) FROM PUBLIC;

@@ -118,6 +118,12 @@ findings (number, "check", ok, detail, remedy, advice) AS (
       FROM stint.history p, server s
      WHERE p.expires_at + p.retention / 4 < s.now
     UNION ALL
+    SELECT 128, 'consumers have all they need', count(*) FILTER (WHERE c.must_refetch) = 0,
+           coalesce('changes that they have not read are gone: ' || string_agg(format('%L', c.consumer), ', ' ORDER BY c.consumer) FILTER (WHERE c.must_refetch),
+                    format('none of %s is behind what is kept', count(*))),
+           'Drop them, and create those that are still wanted again with start => ''snapshot'', as docs/changelog.md shows.', NULL
+      FROM stint.consumers c
+    UNION ALL
     SELECT 127, 'changes go when they are past their history', count(*) = 0,
            coalesce('kept for more than a quarter beyond it: ' || string_agg(c.relation::text, ', ' ORDER BY c.relation::text), 'none is kept much longer than its table''s history says'),
            'A tick goes when all tables that changed in it are past their history: SELECT relation, history FROM stint.captures shows which keeps longest; stint.set_history changes it. SELECT * FROM stint.expire_changes() lets go now.',

@@ -88,7 +88,7 @@ pub fn init() {
     );
     GucRegistry::define_int_guc(
         c"stint.max_wait",
-        c"Longest a claim may wait in the server.",
+        c"Longest a claim, a poll or task_events may wait in the server.",
         c"A longer wait is refused; call again instead.",
         &MAX_WAIT_S,
         1,

@@ -9,6 +9,7 @@ mod errors;
 mod guard;
 mod guc;
 mod history;
+mod horizon;
 mod input;
 mod object_lock;
 mod queue;

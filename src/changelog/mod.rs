@@ -7,11 +7,15 @@
 pub mod capture;
 pub mod cause;
 pub mod consumer;
+pub mod documents;
 pub mod epoch;
+pub mod export;
 pub mod feed;
 pub mod gone;
 pub mod images;
+pub mod page;
 pub mod reader;
 pub mod retention;
+pub mod seen;
 pub mod shape;
 pub mod tick;

@@ -1,41 +1,24 @@
 //! Reading ticked changes with their positions, for `changes` and for consumers.
 
 use super::capture;
-use super::shape::{Column, Shape};
-use crate::spi::{Identity, Prepared, Session, Statement, arg, connect};
+pub use super::documents::quote;
+use super::page::{Form, Pages, Seen, Tick, column};
+use crate::errors::{self, Fault};
+use crate::guc;
+use crate::spi::{Identity, Rows, Session, Statement, arg, connect};
 use crate::values::{Instant, RawJsonb};
-use crate::{errors, guc};
 use pgrx::prelude::*;
-use std::cell::RefCell;
-use std::collections::HashMap;
-use std::rc::Rc;
 
 static LAST: Statement = Statement::new(c"SELECT coalesce(max(t.end_pos), 0) FROM stint.ticks t", &[]);
 
 /// Ticks after a position that hold changes of some tables, each with the one before it.
 static TICKS: Statement = Statement::new(
-    c"SELECT t.epoch, coalesce(p.snapshot, '1:1:')::text, t.snapshot::text, t.end_pos,
-             coalesce((SELECT max(e.end_pos) FROM stint.ticks e WHERE e.end_pos < t.end_pos), 0)
+    c"SELECT t.epoch, t.number, t.at, coalesce(p.snapshot, '1:1:'), t.snapshot,
+             coalesce((SELECT max(e.end_pos) FROM stint.ticks e WHERE e.end_pos < t.end_pos), 0), t.end_pos, t.first_seq, t.last_seq
       FROM (SELECT s.* FROM stint.ticks s WHERE s.end_pos > $1 AND s.relations && $2::regclass[] ORDER BY s.end_pos LIMIT 64) t
       LEFT JOIN stint.ticks p ON p.epoch = t.epoch AND p.number = t.number - 1
       ORDER BY t.end_pos",
     &[pg_sys::INT8OID, pg_sys::OIDARRAYOID],
-);
-
-/// The changes of one tick (epoch $1, from snapshot $2 to $3, positions after $4) that lie after position $5 and belong to the tables $6.
-static CHANGES: Statement = Statement::new(
-    c"SELECT c.pos, c.relation::oid, c.kind::text, c.key, c.before, c.after, c.at, c.cause
-      FROM (SELECT $4 + row_number() OVER (ORDER BY x.seq) AS pos, x.*
-            FROM (SELECT l.* FROM stint.change_log l
-                  WHERE l.epoch = $1 AND l.xid >= pg_snapshot_xmax($2::pg_snapshot) AND l.xid < pg_snapshot_xmax($3::pg_snapshot)
-                  UNION ALL
-                  SELECT r.*
-                  FROM pg_snapshot_xip($2::pg_snapshot) i, LATERAL (SELECT l.* FROM stint.change_log l WHERE l.epoch = $1 AND l.xid = i OFFSET 0) r) x
-            WHERE pg_visible_in_snapshot(x.xid, $3::pg_snapshot)) c
-      WHERE c.pos > $5 AND c.relation = ANY ($6::regclass[])
-      ORDER BY c.pos
-      LIMIT $7",
-    &[pg_sys::INT4OID, pg_sys::TEXTOID, pg_sys::TEXTOID, pg_sys::INT8OID, pg_sys::INT8OID, pg_sys::OIDARRAYOID, pg_sys::INT8OID],
 );
 
 /// One row as users see it.
@@ -63,121 +46,114 @@ pub fn last(session: &Session) -> i64 {
     session.run(&LAST, &[]).must(0, 1)
 }
 
-/// At most `max` changes of `relations` after position `since`, in order; an update makes two rows. Runs with the rights of the extension's owner.
-pub fn after(session: &Session, relations: &[pg_sys::Oid], since: i64, max: i32) -> Vec<Change> {
+static FLOOR: Statement = Statement::new(
+    c"SELECT p.relation::oid, p.floor_pos FROM stint.captures p WHERE p.relation = ANY ($1::regclass[]) ORDER BY p.floor_pos DESC LIMIT 1",
+    &[pg_sys::OIDARRAYOID],
+);
+
+/// The position up to which changes of some of the tables may be gone.
+pub fn floor(session: &Session, relations: &[pg_sys::Oid]) -> i64 {
+    let found = session.run(&FLOOR, &[arg(relations.to_vec())]);
+    if found.is_empty() { 0 } else { found.must(0, 2) }
+}
+
+/// An error where changes after `since` may be gone: a reader, a consumer if it has a name, gets every change or is told.
+pub fn refuse_below_floor(session: &Session, relations: &[pg_sys::Oid], since: i64, consumer: Option<&str>) {
+    let found = session.run(&FLOOR, &[arg(relations.to_vec())]);
+    if found.is_empty() || found.must::<i64>(0, 2) <= since {
+        return;
+    }
+    let (table, floor): (Option<String>, i64) = (capture::name_of(session, found.must(0, 1)), found.must(0, 2));
+    let gone = format!("changes of {} up to position {floor} are not kept any more", table.unwrap_or_default());
+    let (message, hint) = match consumer {
+        Some(name) => (
+            format!("consumer \"{name}\" must refetch: {gone}, and it has read up to {since}"),
+            "In a REPEATABLE READ transaction drop it, create it again with start => 'snapshot', and read the tables anew.".to_string(),
+        ),
+        None => (format!("{gone}: position {since} lies before what is"), format!("Give {floor} or a later position.")),
+    };
+    Fault::new(PgSqlErrorCode::ERRCODE_SNAPSHOT_TOO_OLD, message).hint(hint).raise()
+}
+
+/// What was found after a position.
+pub struct Found {
+    /// The changes, an update as two rows.
+    pub changes: Vec<Change>,
+    /// How far the search came: what lies between the position and here is in `changes`, and there is no more of it.
+    pub reached: i64,
+}
+
+/// At most `max` net changes of `relations` after position `since`, in order, but for what the reader `has` already. Runs with the rights of the extension's owner.
+pub fn after(session: &Session, relations: &[pg_sys::Oid], since: i64, max: i32, has: Option<&Seen>) -> Found {
     let mut changes = Vec::new();
+    let reached = walk(session, relations, since, max, has, Form::Jsonb, |rows, row| show(rows, row, &mut changes));
+    Found { changes, reached }
+}
+
+/// Shows `each` at most `max` net changes of `relations` after position `since`, in order; answers how far that is, past which there may be more.
+pub fn walk(
+    session: &Session,
+    relations: &[pg_sys::Oid],
+    since: i64,
+    max: i32,
+    has: Option<&Seen>,
+    form: Form,
+    mut each: impl FnMut(&Rows, usize),
+) -> i64 {
+    // Read first: what is ticked later lies beyond it.
+    let last = last(session).max(since);
+    let mut pages = Pages::of(session, relations, form);
     let mut left = i64::from(max);
     let mut reached = since;
-    let mut documents = HashMap::new();
-    while left > 0 {
+    loop {
         let ticks = session.run(&TICKS, &[arg(reached), arg(relations.to_vec())]);
         if ticks.is_empty() {
-            break;
+            return reached.max(last);
         }
-        for tick in 0..ticks.len() {
-            let rows = session.run(
-                &CHANGES,
-                &[
-                    arg(ticks.must::<i32>(tick, 1)),
-                    ticks.lift(tick, 2),
-                    ticks.lift(tick, 3),
-                    arg(ticks.must::<i64>(tick, 5)),
-                    arg(since),
-                    arg(relations.to_vec()),
-                    arg(left),
-                ],
-            );
-            for row in 0..rows.len() {
-                let relation: pg_sys::Oid = rows.must(row, 2);
-                let document = documents.entry(relation.to_u32()).or_insert_with(|| document(session, relation));
-                let made = session.run_prepared(document, &[rows.lift(row, 4), rows.lift(row, 5), rows.lift(row, 6)]);
-                let [key, before, after] = [1, 2, 3].map(|column| made.lift(0, column).map(RawJsonb));
-                let change = |kind, before, after| Change { pos: rows.must(row, 1), relation, kind, key, before, after, at: rows.must(row, 7), cause: rows.get(row, 8) };
-                match rows.must::<String>(row, 3).as_str() {
-                    "I" => changes.push(change("+I", None, after)),
-                    "D" => changes.push(change("-D", before, None)),
-                    _ => changes.extend([change("-U", before, None), change("+U", before, after)]),
-                }
-            }
+        for tick in (0..ticks.len()).map(|row| tick(&ticks, row)) {
+            let rows = pages.read(session, &tick, since, left, has);
+            (0..rows.len()).for_each(|row| each(&rows, row));
             left -= i64::try_from(rows.len()).unwrap_or(i64::MAX);
-            reached = ticks.must(tick, 4);
             if left <= 0 {
-                break;
+                return rows.must(rows.len() - 1, column::POS);
             }
+            reached = tick.end_pos;
         }
     }
-    changes
 }
 
-thread_local! {
-    static DOCUMENTS: RefCell<HashMap<u32, (String, Rc<Prepared>)>> = RefCell::new(HashMap::new());
-}
-
-/// The statement that makes jsonb of a table's key ($1), before image ($2) and after image ($3).
-pub fn document(session: &Session, relation: pg_sys::Oid) -> Rc<Prepared> {
-    let shape = Shape::load(session, relation);
-    let key = object(shape.key_columns().enumerate().map(|(place, column)| (column, format!("($1::text[])[{}]", place + 1))));
-    let image = |param: &str| object(shape.columns.iter().map(|column| (column, format!("({param})[{}]", column.attnum))));
-    let sql = format!("SELECT {key}, CASE WHEN $2 IS NOT NULL THEN {} END, CASE WHEN $3 IS NOT NULL THEN {} END", image("$2"), image("$3"));
-    DOCUMENTS.with_borrow_mut(|all| {
-        if let Some((text, statement)) = all.get(&relation.to_u32())
-            && *text == sql
-        {
-            return Rc::clone(statement);
-        }
-        let statement = Rc::new(Prepared::new(&sql, &[pg_sys::TEXTOID, pg_sys::TEXTARRAYOID, pg_sys::TEXTARRAYOID]));
-        all.insert(relation.to_u32(), (sql, Rc::clone(&statement)));
-        statement
-    })
-}
-
-fn object<'a>(members: impl Iterator<Item = (&'a Column, String)>) -> String {
-    // A function takes at most 100 arguments, two of which make a member.
-    const CHUNK: usize = 45;
-    let members: Vec<String> = members.map(|(column, text)| format!("{}, {}", quote(&column.name), value(column.type_oid, &text))).collect();
-    match members.len() {
-        0 => "'{}'::jsonb".to_string(),
-        _ => members.chunks(CHUNK).map(|chunk| format!("jsonb_build_object({})", chunk.join(", "))).collect::<Vec<_>>().join(" || "),
+fn tick(ticks: &Rows, row: usize) -> Tick {
+    Tick {
+        epoch: ticks.must(row, 1),
+        number: ticks.must(row, 2),
+        at: ticks.must(row, 3),
+        previous: ticks.lift(row, 4),
+        snapshot: ticks.lift(row, 5),
+        start_pos: ticks.must(row, 6),
+        end_pos: ticks.must(row, 7),
+        first_seq: ticks.must(row, 8),
+        last_seq: ticks.must(row, 9),
     }
 }
 
-/// SQL that makes jsonb of an image's text. Only PostgreSQL's own types are cast to: a user's type could bring code along.
-fn value(type_oid: pg_sys::Oid, text: &str) -> String {
-    // SAFETY: system cache look-ups.
-    let (base, element) = unsafe {
-        let base = pg_sys::getBaseType(type_oid);
-        (base, pg_sys::get_element_type(base))
+/// Adds a net change as its one or two rows.
+fn show(rows: &Rows, row: usize, changes: &mut Vec<Change>) {
+    let [key, before, after] = [column::KEY, column::BEFORE, column::AFTER].map(|column| rows.lift(row, column).map(RawJsonb));
+    let change = |kind, before, after| Change {
+        pos: rows.must(row, column::POS),
+        relation: rows.must(row, column::RELATION),
+        kind,
+        key,
+        before,
+        after,
+        at: rows.must(row, column::AT),
+        cause: rows.get(row, column::CAUSE),
     };
-    if element != pg_sys::InvalidOid {
-        // SAFETY: as above.
-        return match unsafe { pg_sys::getBaseType(element) } {
-            pg_sys::BOXOID => text.to_string(), // its arrays are separated by semicolons
-            pg_sys::BOOLOID => format!("to_jsonb({text}::bool[])"),
-            pg_sys::JSONOID | pg_sys::JSONBOID => format!("to_jsonb({text}::jsonb[])"),
-            number if is_number(number) => format!("to_jsonb({text}::numeric[])"),
-            _ => format!("to_jsonb({text}::text[])"),
-        };
+    match rows.must::<String>(row, column::KIND).as_str() {
+        "I" => changes.push(change("+I", None, after)),
+        "D" => changes.push(change("-D", before, None)),
+        _ => changes.extend([change("-U", before, None), change("+U", before, after)]),
     }
-    match base {
-        pg_sys::BOOLOID => format!("{text}::bool"),
-        pg_sys::JSONOID | pg_sys::JSONBOID => format!("{text}::jsonb"),
-        // jsonb has no infinite numbers and no NaN; to_jsonb makes strings of them.
-        number if is_number(number) => format!("to_jsonb({text}::numeric)"),
-        _ => text.to_string(),
-    }
-}
-
-fn is_number(type_oid: pg_sys::Oid) -> bool {
-    matches!(
-        type_oid,
-        pg_sys::INT2OID | pg_sys::INT4OID | pg_sys::INT8OID | pg_sys::NUMERICOID | pg_sys::FLOAT4OID | pg_sys::FLOAT8OID | pg_sys::OIDOID
-    )
-}
-
-/// A text as an SQL literal.
-pub fn quote(text: &str) -> String {
-    let quoted = text.replace('\'', "''");
-    if quoted.contains('\\') { format!("E'{}'", quoted.replace('\\', "\\\\")) } else { format!("'{quoted}'") }
 }
 
 /// The number of changes to return, checked.
@@ -233,7 +209,9 @@ fn changes(
         let identity = Identity::owner();
         capture::required(session, identity.caller(), relation);
         let since = checked_pos(session, "since_pos", since_pos);
-        after(session, &[relation], since, max)
+        let found = after(session, &[relation], since, max, None);
+        refuse_below_floor(session, &[relation], since, None);
+        found.changes
     });
     TableIterator::new(found.into_iter().map(|c| (c.pos, c.kind, c.key, c.before, c.after, c.at, c.cause)))
 }

@@ -5,6 +5,7 @@
 
 use super::{epoch, feed};
 use crate::object_lock::{self, Lock};
+use crate::shmem::waiters;
 use crate::spi::{Identity, Session, Statement, arg, connect};
 use pgrx::prelude::*;
 
@@ -21,20 +22,20 @@ static PREVIOUS: Statement = Statement::new(
 /// What this statement's own snapshot sees and the previous tick's did not: transactions that were running then, and later ones. The upper bound is true for
 /// every visible row; it tells the planner that the range is narrow.
 static CHANGED: Statement = Statement::new(
-    c"SELECT pg_current_snapshot()::text, count(*), coalesce(array_agg(DISTINCT c.relation), '{}')::oid[]
-      FROM (SELECT l.relation FROM stint.change_log l
+    c"SELECT pg_current_snapshot()::text, count(*), coalesce(array_agg(DISTINCT c.relation), '{}')::oid[], min(c.seq), max(c.seq)
+      FROM (SELECT l.relation, l.seq FROM stint.change_log l
             WHERE l.epoch = $1 AND l.xid >= pg_snapshot_xmax($2::pg_snapshot) AND l.xid < pg_snapshot_xmax(pg_current_snapshot())
             UNION ALL
-            SELECT r.relation
+            SELECT r.relation, r.seq
             FROM pg_snapshot_xip($2::pg_snapshot) x,
-                 LATERAL (SELECT l.relation FROM stint.change_log l WHERE l.epoch = $1 AND l.xid = x OFFSET 0) r) c",
+                 LATERAL (SELECT l.relation, l.seq FROM stint.change_log l WHERE l.epoch = $1 AND l.xid = x OFFSET 0) r) c",
     &[pg_sys::INT4OID, pg_sys::TEXTOID],
 );
 /// Numbers above `high` are drawn from now on, by transactions that the snapshot, which is older, does not see.
 static TICK: Statement = Statement::new(
-    c"INSERT INTO stint.ticks (epoch, number, snapshot, end_pos, relations, high)
-      SELECT $1, $2, $3::pg_snapshot, $4, $5, q.last_value FROM stint.change_seq q",
-    &[pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::TEXTOID, pg_sys::INT8OID, pg_sys::OIDARRAYOID],
+    c"INSERT INTO stint.ticks (epoch, number, snapshot, end_pos, relations, first_seq, last_seq, high)
+      SELECT $1, $2, $3::pg_snapshot, $4, $5, $6, $7, q.last_value FROM stint.change_seq q",
+    &[pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::TEXTOID, pg_sys::INT8OID, pg_sys::OIDARRAYOID, pg_sys::INT8OID, pg_sys::INT8OID],
 );
 
 /// Makes a tick if something was committed since the last. For the worker, inside a transaction of its own that has written nothing. Answers false, since one
@@ -79,6 +80,8 @@ fn advance(session: &Session) -> i64 {
         return end;
     }
     let snapshot: String = changed.must(0, 1);
-    session.run(&TICK, &[arg(epoch), arg(number + 1), arg(snapshot), arg(end + count), changed.lift(0, 3)]);
+    let span = [changed.lift(0, 4), changed.lift(0, 5)];
+    session.run(&TICK, &[arg(epoch), arg(number + 1), arg(snapshot), arg(end + count), changed.lift(0, 3), span[0], span[1]]);
+    waiters::ticked();
     end + count
 }

@@ -5,7 +5,6 @@
 //! for what it may take in one step in shared memory, and only then touches rows. docs/locks.md says which locks it takes.
 
 use super::config::{self, Front, Lane, Queue};
-use super::horizon;
 use super::lines;
 use super::store::{self, Ticket};
 use super::task_events::{self, Change};
@@ -18,7 +17,7 @@ use crate::shmem::heads::{Glimpse, Head};
 use crate::shmem::{self, Instance, waiters};
 use crate::spi::{self, Rows, Session, Statement, arg};
 use crate::values::{Instant, RawInterval, RawJsonb, SECOND};
-use crate::{errors, guc, input};
+use crate::{errors, guc, horizon, input};
 use pgrx::prelude::*;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::rc::Rc;

@@ -19,7 +19,6 @@ pub mod factors;
 pub mod finish;
 pub mod finish_and_claim;
 pub mod flow;
-pub mod horizon;
 pub mod keys;
 pub mod late;
 pub mod lease;

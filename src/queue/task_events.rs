@@ -1,11 +1,11 @@
 //! Events of tasks: `record`, which every change of status calls, and `stint.task_events`, which reads them back in the order of commits.
 
-use super::{config, horizon};
+use super::config;
 use crate::errors::{self, Fault};
 use crate::shmem::{self, waiters};
 use crate::spi::{self, Session, Statement, arg};
 use crate::values::{Instant, RawInterval};
-use crate::{guc, input};
+use crate::{guc, horizon, input};
 use pgrx::prelude::*;
 
 static RECORD: Statement = Statement::new(

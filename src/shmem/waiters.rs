@@ -1,12 +1,15 @@
 //! Sessions that wait for work in the server. Those of one queue sleep on one condition variable; a committed enqueue signals one waiter for each task. A
 //! signal that reaches a session which is then cancelled is passed on, and a claim that rolls back signals again, so no wake-up is lost; what no callback
-//! reports (COMMIT PREPARED) is found by looking once a second. Room in a budget signals one waiter of every queue that draws on it.
+//! reports (COMMIT PREPARED) is found by looking once a second. Room in a budget signals one waiter of every queue that draws on it, and a tick of the changelog all who wait for one.
 
 use super::Lock;
 use crate::xact::Pending;
 use pgrx::prelude::*;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+/// Stands for no queue: who waits for the changelog's next tick.
+pub const TICKS: i32 = i32::MAX;
 
 const SLOTS: usize = 1024;
 /// How far from its home a queue's slot may lie. Where all in reach are taken, waiters sleep without a signal and only look each second.
@@ -94,6 +97,11 @@ fn reach(key: u64) -> impl Iterator<Item = usize> {
 /// Notes that `tasks` tasks of `queue` become claimable when this transaction commits.
 pub fn ready(queue: i32, tasks: usize) {
     PENDING.with(|p| p.push(Event::Ready { queue, tasks: u32::try_from(tasks).unwrap_or(u32::MAX) }));
+}
+
+/// Notes that this transaction makes a tick, for all who wait for one.
+pub fn ticked() {
+    ready(TICKS, usize::MAX);
 }
 
 /// One bit for each budget's number, shared by every 64th: a signal too many is a look too many, no more.

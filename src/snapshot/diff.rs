@@ -7,7 +7,7 @@ use super::point::{self, Name};
 use super::probe::Probe;
 use crate::changelog::images::{image_sql, key_sql};
 use crate::changelog::shape::Shape;
-use crate::changelog::{capture, reader};
+use crate::changelog::{capture, documents};
 use crate::errors;
 use crate::spi::{Identity, Prepared, Session, Statement, arg, connect};
 use crate::values::RawJsonb;
@@ -74,7 +74,7 @@ fn diff(
 type Row = (&'static str, Option<RawJsonb>, Option<RawJsonb>, Option<RawJsonb>);
 
 fn rows(session: &Session, relation: pg_sys::Oid, table: &str, since: Point, until: Option<Point>) -> Vec<Row> {
-    let document = reader::document(session, relation);
+    let document = documents::statement(session, relation);
     let keys = session.read(&KEYS, &[arg(relation), arg(since.epoch), arg(since.oldest_unseen().to_string())]);
     let keys: Vec<String> = (0..keys.len()).map(|row| keys.must(row, 1)).collect();
     let mut live = Live::new(session, relation, table);

@@ -96,6 +96,7 @@ CALLS = {
     "merge": {"relation": "goods", "rows": '[{"id": 2, "name": "b", "at": "2026-01-01"}]'},
     "tick": {},
     "changes": {"relation": "goods"},
+    "export_changes": {"relation": "goods"},
     "create_consumer": {"consumer": "new", "relations": "{goods}"},
     "drop_consumer": {"consumer": "c"},
     "poll": {"consumer": "c"},

@@ -1,4 +1,4 @@
-//! Whether a waiting claim may sleep without its statement's snapshot. A session that keeps a snapshot holds back VACUUM in the whole cluster, and a claim may
+//! Whether a waiting call may sleep without its statement's snapshot. A session that keeps a snapshot holds back VACUUM in the whole cluster, and a claim may
 //! wait for a minute at a time. The snapshot belongs to the statement, though, and cannot be taken from it; what can be let go is the session's `xmin`, which
 //! protects the rows that snapshot sees. That is safe only where nothing reads with it afterwards, so every condition below must hold: the claim is all the
 //! statement does, and the statement is all the transaction does.
