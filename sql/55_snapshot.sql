@@ -100,7 +100,7 @@ COMMENT ON FUNCTION stint.release_hold(text) IS
 REVOKE ALL ON FUNCTION stint.release_hold(text) FROM PUBLIC;
 
 CREATE FUNCTION stint.row_as_of(live anyelement, key text, tag text, pos bigint, at timestamptz) RETURNS anyelement
-    LANGUAGE c STABLE COST 50 AS 'MODULE_PATHNAME', 'row_as_of_wrapper';
+    LANGUAGE c STABLE COST 50 SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'row_as_of_wrapper';
 COMMENT ON FUNCTION stint.row_as_of(anyelement, text, text, bigint, timestamptz) IS
 'What <table>_as_of is made of: the row of a state table with this key at a point, null where there was none. live: the row as it is now, or null of the table''s row type;
 key: its key as stint.image(…)::text; tag, pos, at: the point, one of them. Sees what the calling query sees; reads values as the table''s owner.
@@ -109,7 +109,7 @@ Errors: 42704 no such tag or state table, 22023 a position that no tick has reac
 REVOKE ALL ON FUNCTION stint.row_as_of(anyelement, text, text, bigint, timestamptz) FROM PUBLIC;
 
 CREATE FUNCTION stint.point_is_kept(kind anyelement, tag text, pos bigint, at timestamptz) RETURNS boolean
-    LANGUAGE c STABLE COST 10 AS 'MODULE_PATHNAME', 'point_is_kept_wrapper';
+    LANGUAGE c STABLE COST 10 SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'point_is_kept_wrapper';
 COMMENT ON FUNCTION stint.point_is_kept(anyelement, text, bigint, timestamptz) IS
 'True where a state table can be read as of a point, else the error that says why not. kind: null of the table''s row type; tag, pos, at: the point, one of them.
 Errors: as stint.row_as_of. Takes no locks.';

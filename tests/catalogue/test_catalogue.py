@@ -111,8 +111,7 @@ def test_every_function_pins_its_search_path(installed):
         SELECT name
         FROM ({FUNCTIONS}) f
         WHERE f.prosqlbody IS NULL
-          AND name NOT IN ('stint.image("any")', 'stint.image_row(anyelement,text[])', 'stint.row_as_of(anyelement,text,text,bigint,timestamp with time zone)',
-                           'stint.point_is_kept(anyelement,text,bigint,timestamp with time zone)', 'stint.placed()', 'stint.incarnation()')
+          AND name NOT IN ('stint.image("any")', 'stint.image_row(anyelement,text[])', 'stint.placed()', 'stint.incarnation()')
           AND NOT coalesce('search_path=pg_catalog, pg_temp' = ANY (f.proconfig), false)
         """,
     )
