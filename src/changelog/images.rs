@@ -174,8 +174,8 @@ impl RowReader {
         }
     }
 
-    /// The row as a composite datum in the current memory context. `place` says where in the image a column (from 0) is.
-    pub fn read(&self, image: &[Option<String>], place: impl Fn(usize) -> Option<usize>) -> pg_sys::Datum {
+    /// The row of an image as a composite datum in the current memory context.
+    pub fn read(&self, image: &[Option<String>]) -> pg_sys::Datum {
         let _owner = Identity::restricted(self.owner);
         let (mut values, mut nulls) = (Vec::with_capacity(self.types.len()), Vec::with_capacity(self.types.len()));
         // SAFETY: the input functions are those of the columns' types; values and nulls are as many as the descriptor has columns.
@@ -183,7 +183,7 @@ impl RowReader {
             let pinned = Pinned::set();
             for (index, (parameter, typmod)) in self.types.iter().enumerate() {
                 let input = self.inputs.add(index);
-                let text = if (*input).fn_oid == pg_sys::InvalidOid { None } else { place(index).and_then(|place| image.get(place)?.as_deref()) };
+                let text = if (*input).fn_oid == pg_sys::InvalidOid { None } else { image.get(index).and_then(Option::as_deref) };
                 nulls.push(text.is_none());
                 values.push(match text {
                     Some(text) => {
@@ -240,7 +240,7 @@ pub unsafe extern "C-unwind" fn image_row_wrapper(fcinfo: pg_sys::FunctionCallIn
             let reader = RowReader::new(pg_sys::get_fn_expr_argtype(info, 0), info.fn_mcxt);
             info.fn_extra = PgMemoryContexts::For(info.fn_mcxt).leak_and_drop_on_delete(reader).cast();
         }
-        (*info.fn_extra.cast::<RowReader>()).read(&image, Some)
+        (*info.fn_extra.cast::<RowReader>()).read(&image)
     }
 }
 

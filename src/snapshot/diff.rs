@@ -2,6 +2,7 @@
 //!
 //! The keys that changed after the earlier point are looked up at both; what reads the same at both is left out.
 
+use super::layout::{Image, Layouts};
 use super::point::{self, Name};
 use super::probe::Probe;
 use crate::changelog::images::{image_sql, key_sql};
@@ -26,13 +27,11 @@ static KEYS: Statement = Statement::new(
 
 /// What the changelog says the row of a key is now.
 static LAST: Statement = Statement::new(
-    c"SELECT l.after FROM stint.change_log l
+    c"SELECT l.after, l.layout, l.epoch FROM stint.change_log l
       WHERE l.relation = $1 AND hashtextextended(l.key, 0) = hashtextextended($2 COLLATE \"C\", 0) AND l.key = $2
       ORDER BY l.epoch DESC, l.seq DESC LIMIT 1",
     &[pg_sys::OIDOID, pg_sys::TEXTOID],
 );
-
-type Image = Option<Vec<Option<String>>>;
 
 /// `stint.diff`.
 #[pg_extern(sql = false)]
@@ -78,15 +77,15 @@ fn rows(session: &Session, relation: pg_sys::Oid, table: &str, since: Point, unt
     let document = documents::statement(session, relation);
     let keys = session.read(&KEYS, &[arg(relation), arg(since.epoch), arg(since.oldest_unseen().to_string())]);
     let keys: Vec<String> = (0..keys.len()).map(|row| keys.must(row, 1)).collect();
-    let live = Live::new(session, relation, table);
+    let mut live = Live::new(session, relation, table);
     let mut then = Probe::new(session, relation, since);
     let mut later = until.map(|until| Probe::new(session, relation, until));
     let mut found = Vec::new();
     for key in keys {
         // A key without a change after the earlier point is the same at both.
-        let Some(before) = then.before(session, &key).map(|before| before.image) else { continue };
+        let Some(before) = then.before(session, &key) else { continue };
         let after = match later.as_mut().and_then(|later| later.before(session, &key)) {
-            Some(after) => after.image,
+            Some(after) => after,
             None => live.image(session, &key),
         };
         if before == after {
@@ -106,6 +105,7 @@ fn rows(session: &Session, relation: pg_sys::Oid, table: &str, since: Point, unt
 /// The rows as they are now.
 struct Live {
     relation: pg_sys::Oid,
+    layouts: Layouts,
     statement: Prepared,
 }
 
@@ -127,13 +127,13 @@ impl Live {
             places.join(", "),
             same.join(" AND "),
         );
-        Live { relation, statement: Prepared::new(&sql, &[pg_sys::TEXTOID]) }
+        Live { relation, layouts: Layouts::new(session, relation), statement: Prepared::new(&sql, &[pg_sys::TEXTOID]) }
     }
 
-    fn image(&self, session: &Session, key: &str) -> Image {
+    fn image(&mut self, session: &Session, key: &str) -> Option<Image> {
         let last = session.read(&LAST, &[arg(self.relation), arg(key)]);
         if !last.is_empty() {
-            return last.get(0, 1);
+            return last.get(0, 1).map(|image| self.layouts.today(session, image, last.must(0, 2), last.must(0, 3)));
         }
         // The changes that made the row are gone; only what was kept for tags tells that there were some. Comparing keys and writing values as text runs no
         // code of users.

@@ -4,6 +4,7 @@
 
 pub mod as_of;
 mod diff;
+mod layout;
 mod pin;
 mod point;
 mod probe;

@@ -107,13 +107,9 @@ pub fn resolve(session: &Session, relation: pg_sys::Oid, table: &str, name: &Nam
             found
         }
     };
-    let point = if found.is_empty() { None } else { Some(read(&found)) };
-    match point {
-        Some(point)
-            if point.epoch > captured.must::<i32>(0, 1) || point.epoch == captured.must::<i32>(0, 1) && point.seen.sees(xid(&captured, 0, 2)) =>
-        {
-            point
-        }
+    let declared: i32 = captured.must(0, 1);
+    match (!found.is_empty()).then(|| read(&found)) {
+        Some(point) if point.epoch > declared || point.epoch == declared && point.seen.sees(xid(&captured, 0, 2)) => point,
         _ => {
             errors::invalid(format!("{table} was not a state table yet at that point"), "Give a tag, a position or a time after stint.create_state.")
         }

@@ -3,6 +3,7 @@
 //! Per key, numbers rise in commit order, so of a key's changes in one epoch those that a point sees come first. Numbers above the point's `high` are not seen;
 //! what remains are changes of one transaction that ran when the point was made, among which halving finds the first.
 
+use super::layout::{Image, Layouts};
 use super::point::xid;
 use crate::spi::{Rows, Session, Statement, arg};
 use pgrx::prelude::*;
@@ -64,16 +65,6 @@ fn hash(key: &str) -> i64 {
     unsafe { raw::hash_bytes_extended(key.as_ptr(), length, 0) as i64 }
 }
 
-/// The row before a change.
-pub struct Before {
-    /// The layout of its image.
-    pub layout: i32,
-    /// The epoch it was written in.
-    pub epoch: i32,
-    /// The image; `None` where the row was not there.
-    pub image: Option<Vec<Option<String>>>,
-}
-
 struct Found {
     rows: Rows,
     epoch: i32,
@@ -95,6 +86,7 @@ impl Found {
 pub struct Probe {
     relation: pg_sys::Oid,
     point: Point,
+    layouts: Layouts,
     /// Whether images of the table were kept when changes went.
     kept: bool,
     /// Keys looked up so far, and how many of them make it worth while to read which keys changed at all.
@@ -107,18 +99,18 @@ impl Probe {
     /// For a table and a point of it.
     pub fn new(session: &Session, relation: pg_sys::Oid, point: Point) -> Self {
         let kept = session.read(&ANY_KEPT, &[arg(relation)]).must(0, 1);
-        Probe { relation, point, kept, asked: 0, next_look: 4096, changed: None }
+        Probe { relation, point, layouts: Layouts::new(session, relation), kept, asked: 0, next_look: 4096, changed: None }
     }
 
-    /// The row before the key's first change after the point; `None` where it did not change.
-    pub fn before(&mut self, session: &Session, key: &str) -> Option<Before> {
+    /// The row before the key's first change after the point, in today's order of columns, `Some(None)` where it was not there; `None` where it did not change.
+    pub fn before(&mut self, session: &Session, key: &str) -> Option<Option<Image>> {
         if !self.may_have_changed(session, key) {
             return None;
         }
         // What was kept is older than what is still in the log.
         let kept = if self.kept { self.first(session, &KEPT_ABOVE, &KEPT_BELOW, key) } else { None };
         let found = kept.or_else(|| self.first(session, &LOG_ABOVE, &LOG_BELOW, key))?;
-        Some(Before { layout: found.rows.must(0, 4), epoch: found.epoch, image: found.rows.get(0, 5) })
+        Some(found.rows.get(0, 5).map(|image| self.layouts.today(session, image, found.rows.must(0, 4), found.epoch)))
     }
 
     fn first(&self, session: &Session, above: &'static Statement, below: &'static Statement, key: &str) -> Option<Found> {

@@ -3,24 +3,16 @@
 //! A query calls it in several places (its conditions, its columns) for the same row, so what it found last is kept for the query, as is the point itself.
 
 use super::point::{self, Name};
-use super::probe::{Before, Probe};
+use super::probe::Probe;
 use crate::changelog::capture;
 use crate::changelog::images::RowReader;
 use crate::errors;
-use crate::spi::{Identity, Session, Statement, arg, connect};
+use crate::spi::{Identity, Session, connect};
 use crate::values::Instant;
 use pgrx::PgMemoryContexts;
 use pgrx::prelude::*;
 use std::cell::RefCell;
 use std::collections::HashMap;
-
-/// What the places of an image are called, and how they are found: by number within the epoch, by name where the database was restored since.
-static LAYOUT: Statement = Statement::new(c"SELECT l.columns FROM stint.image_layouts l WHERE l.layout = $1", &[pg_sys::INT4OID]);
-static NAMES: Statement = Statement::new(
-    c"SELECT CASE WHEN NOT a.attisdropped THEN a.attname::text END FROM pg_attribute a WHERE a.attrelid = $1 AND a.attnum > 0 ORDER BY a.attnum",
-    &[pg_sys::OIDOID],
-);
-static EPOCH: Statement = Statement::new(c"SELECT m.epoch FROM stint.meta m", &[]);
 
 /// The row of a key at the point.
 enum Row {
@@ -38,12 +30,8 @@ struct Reading {
     name: Name,
     /// The snapshot that it reads with; a function's expressions may be evaluated under several.
     snapshot: (u32, u32, u32, u64),
-    relation: pg_sys::Oid,
-    epoch: i32,
     probe: Probe,
     reader: RowReader,
-    /// For images of earlier epochs: by layout, the place of each column.
-    places: HashMap<i32, Vec<Option<usize>>>,
     last: Option<(String, Row)>,
 }
 
@@ -75,17 +63,7 @@ impl Reading {
         let (relation, reader) = unsafe { (pg_sys::get_typ_typrelid(row_type), RowReader::new(row_type, context)) };
         let table = capture::required(session, caller, relation);
         let point = point::resolve(session, relation, &table, &name);
-        Reading {
-            row_type,
-            name,
-            snapshot: active_snapshot(),
-            relation,
-            epoch: session.read(&EPOCH, &[]).must(0, 1),
-            probe: Probe::new(session, relation, point),
-            reader,
-            places: HashMap::new(),
-            last: None,
-        }
+        Reading { row_type, name, snapshot: active_snapshot(), probe: Probe::new(session, relation, point), reader, last: None }
     }
 
     fn find(&mut self, session: &Session, key: &str) {
@@ -94,36 +72,15 @@ impl Reading {
         }
         let row = match self.probe.before(session, key) {
             None => Row::Unchanged,
-            Some(Before { image: None, .. }) => Row::Absent,
-            Some(Before { image: Some(image), layout, epoch }) => Row::Was(self.read(session, &image, layout, epoch)),
+            Some(None) => Row::Absent,
+            Some(Some(image)) => {
+                let datum = self.reader.read(&image);
+                // SAFETY: a composite datum starts with its length.
+                Row::Was(unsafe { std::slice::from_raw_parts(datum.cast_mut_ptr::<u8>(), pgrx::varsize_any(datum.cast_mut_ptr())).to_vec() })
+            }
         };
         self.last = Some((key.to_string(), row));
     }
-
-    fn read(&mut self, session: &Session, image: &[Option<String>], layout: i32, epoch: i32) -> Vec<u8> {
-        let datum = if epoch == self.epoch {
-            self.reader.read(image, Some)
-        } else {
-            let relation = self.relation;
-            let places = self.places.entry(layout).or_insert_with(|| places(session, relation, layout));
-            self.reader.read(image, |column| places.get(column).copied().flatten())
-        };
-        // SAFETY: a composite datum starts with its length.
-        unsafe {
-            let header = datum.cast_mut_ptr::<u8>();
-            std::slice::from_raw_parts(header, pgrx::varsize_any(header.cast())).to_vec()
-        }
-    }
-}
-
-/// Where each of the table's columns is in images of a layout that another database numbered.
-fn places(session: &Session, relation: pg_sys::Oid, layout: i32) -> Vec<Option<usize>> {
-    let found = session.read(&LAYOUT, &[arg(layout)]);
-    let names: Vec<Option<String>> = if found.is_empty() { Vec::new() } else { found.must(0, 1) };
-    let columns = session.read(&NAMES, &[arg(relation)]);
-    (0..columns.len())
-        .map(|row| columns.get::<String>(row, 1).and_then(|column| names.iter().position(|name| name.as_deref() == Some(&column))))
-        .collect()
 }
 
 /// See [`row_as_of_wrapper`].
