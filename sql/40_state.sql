@@ -32,9 +32,9 @@ COMMENT ON VIEW stint.states IS 'The state tables of this database and how their
 REVOKE ALL ON stint.states FROM PUBLIC;
 
 CREATE FUNCTION stint.create_state(relation regclass, engine text, sequence text[] DEFAULT NULL, groups jsonb DEFAULT NULL, deletes text DEFAULT NULL,
-                                   fields jsonb DEFAULT NULL, rowkind text DEFAULT NULL)
+                                   fields jsonb DEFAULT NULL, rowkind text DEFAULT NULL, changelog boolean DEFAULT true, history interval DEFAULT NULL)
 RETURNS void LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'create_state_wrapper';
-COMMENT ON FUNCTION stint.create_state(regclass, text, text[], jsonb, text, jsonb, text) IS
+COMMENT ON FUNCTION stint.create_state(regclass, text, text[], jsonb, text, jsonb, text, boolean, interval) IS
 $$Declares an ordinary or partitioned table with a primary key as a state table; only its owner may.
 
 relation  the table; not temporary, unlogged, a partition, inherited, or without an immediate primary key
@@ -52,12 +52,14 @@ fields    aggregation and partial-update: {"column": "function"} or {"column": {
           first_non_null_value, last_value, last_non_null_value (default of aggregation), bool_and, bool_or, listagg, collect, merge_map, nested_update, hll_union. "default", with any
           engine, is what a null or missing value in a row stands for
 rowkind   the field of the rows, a text column or none, that carries the kind of each row: +I and +U are upserts, -D a delete, -U a retraction
+changelog whether its changes are captured. Without, there is no <table>_as_of for it, and consumers, watches and tags cannot use it
+history   how long its changes are kept beyond what tags need; null: for ever
 
 A table that remembers the sequences of deleted keys is made beside it, named <table>_tombstones, where the declaration needs one.
 Errors: 42809 or 42P16 not a fit table, 42501 not its owner, 22023 unknown engine, policy, function or option, or options that contradict each other, 42703 unknown column,
 42710 declared already.
 Locks: SHARE ROW EXCLUSIVE on the table.$$;
-REVOKE ALL ON FUNCTION stint.create_state(regclass, text, text[], jsonb, text, jsonb, text) FROM PUBLIC;
+REVOKE ALL ON FUNCTION stint.create_state(regclass, text, text[], jsonb, text, jsonb, text, boolean, interval) FROM PUBLIC;
 
 CREATE FUNCTION stint.alter_state(relation regclass, sequence text[] DEFAULT NULL, groups jsonb DEFAULT NULL, deletes text DEFAULT NULL, fields jsonb DEFAULT NULL,
                                   rowkind text DEFAULT NULL)

@@ -21,11 +21,21 @@ CREATE TABLE stint.captures (
     epoch       integer NOT NULL,
     xid         xid8 NOT NULL,
     captured_at timestamptz NOT NULL DEFAULT clock_timestamp(),
-    floor_pos   bigint NOT NULL DEFAULT 0
+    floor_pos   bigint NOT NULL DEFAULT 0,
+    history     interval,
+    floor_epoch integer,
+    floor_seen  pg_snapshot,
+    floor_xid   xid8,
+    gone_keys   regclass
 );
 COMMENT ON TABLE stint.captures IS 'Tables whose changes are captured, and since when: earlier points cannot be read as of';
 COMMENT ON COLUMN stint.captures.xid IS 'the transaction that installed the triggers; writers before it had ended';
 COMMENT ON COLUMN stint.captures.floor_pos IS 'changes at this position and below may be gone';
+COMMENT ON COLUMN stint.captures.history IS 'how long changes are kept beyond what tags need, null for ever';
+COMMENT ON COLUMN stint.captures.floor_epoch IS 'epoch of the tick that ends at the floor, null where nothing is gone';
+COMMENT ON COLUMN stint.captures.floor_seen IS 'snapshot of that tick: a pin that does not see what of it had changes can no longer be read whole';
+COMMENT ON COLUMN stint.captures.floor_xid IS 'the last transaction whose changes went with that tick';
+COMMENT ON COLUMN stint.captures.gone_keys IS 'the table that holds the keys of deleted rows, typed, so that as-of reads find them by index';
 REVOKE ALL ON stint.captures FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.captures', '');
 
@@ -62,7 +72,7 @@ CREATE TABLE stint.change_log (
 CREATE INDEX change_log_xid ON stint.change_log (epoch, xid);
 -- Serves readers of large ticks, which go on where the page before ended.
 CREATE INDEX change_log_seq ON stint.change_log (epoch, seq);
--- Serves netting, which asks for a key's neighbouring changes. Of the key its hash, since a key may be longer as text than an index takes.
+-- Serves as-of reads by key, and netting, which asks for a key's neighbouring changes. Of the key its hash, since a key may be longer as text than an index takes.
 CREATE INDEX change_log_key ON stint.change_log (relation, hashtextextended(key, 0), epoch, seq);
 COMMENT ON TABLE stint.change_log IS 'Every change of every state table, written by the capture triggers alone and never changed. Read it through stint.changes, stint.poll and the <table>_as_of functions';
 COMMENT ON COLUMN stint.change_log.xid IS 'top-level transaction';
@@ -85,13 +95,19 @@ CREATE TABLE stint.ticks (
     first_seq bigint NOT NULL,
     last_seq  bigint NOT NULL,
     at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    high      bigint NOT NULL,
+    expired   boolean NOT NULL DEFAULT false,
     PRIMARY KEY (epoch, number)
 );
 CREATE UNIQUE INDEX ticks_end_pos ON stint.ticks (end_pos);
+CREATE INDEX ticks_at ON stint.ticks (at, end_pos);
+CREATE INDEX ticks_expired ON stint.ticks (end_pos) WHERE expired;
 COMMENT ON TABLE stint.ticks IS 'Batches of the changelog: the changes of a tick are those visible in its snapshot and not in the one before, ordered by seq; their positions end at end_pos';
 COMMENT ON COLUMN stint.ticks.relations IS 'tables that changed in it';
 COMMENT ON COLUMN stint.ticks.first_seq IS 'the least seq of its changes; others'' lie between it and last_seq too';
 COMMENT ON COLUMN stint.ticks.last_seq IS 'the greatest seq of its changes';
+COMMENT ON COLUMN stint.ticks.high IS 'changes with a higher seq were not visible in the snapshot';
+COMMENT ON COLUMN stint.ticks.expired IS 'its changes are gone; it stays while the next tick begins where it ends';
 REVOKE ALL ON stint.ticks FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.ticks', '');
 
@@ -149,7 +165,7 @@ CREATE FUNCTION stint.image_row(kind anyelement, image text[]) RETURNS anyelemen
     LANGUAGE c STABLE PARALLEL SAFE AS 'MODULE_PATHNAME', 'image_row_wrapper';
 COMMENT ON FUNCTION stint.image_row(anyelement, text[]) IS
 'The row that an image was made of. kind: null of the table''s row type, for its type only; image: the text of each column in the place of its number; places that are missing are null.
-Runs the types'' input functions and the domains'' checks, with the caller''s rights. Errors: 42804 if kind is not of a table''s row type. Takes no locks.';
+Runs the types'' input functions and the checks of domains inside other types, with the rights of the table''s owner. Errors: 42804 if kind is not of a table''s row type. Takes no locks.';
 REVOKE ALL ON FUNCTION stint.image_row(anyelement, text[]) FROM PUBLIC;
 
 CREATE FUNCTION stint.capture() RETURNS trigger

@@ -126,6 +126,24 @@ AS $$
           UNION SELECT q.queue, 'setting' FROM stint.queue_config q WHERE q.events) x
     WHERE NOT EXISTS (SELECT FROM stint.task_feeds f JOIN stint.queue_config q ON q.queue = f.queue WHERE f.queue = x.queue)
     UNION ALL
+    SELECT 'a table with a changelog has a table of deleted keys', NULL, NULL, c.relation::text
+    FROM stint.captures c
+    WHERE EXISTS (SELECT FROM pg_class t WHERE t.oid = c.relation) AND NOT EXISTS (SELECT FROM pg_class t WHERE t.oid = c.gone_keys)
+    UNION ALL
+    SELECT 'an image is kept for some tag, and belongs to a table with a changelog', NULL, NULL, k.relation::text || ', key ' || k.key
+    FROM (SELECT i.relation, i.key, i.epoch, i.xid, lag(i.epoch) OVER w AS previous_epoch, lag(i.xid) OVER w AS previous
+          FROM stint.kept_images i WINDOW w AS (PARTITION BY i.relation, i.key ORDER BY i.epoch, i.seq)) k
+    WHERE NOT EXISTS (SELECT FROM stint.captures c WHERE c.relation = k.relation)
+       OR NOT EXISTS (SELECT FROM stint.dropped_tags)
+          AND NOT EXISTS (SELECT FROM stint.tag_list t JOIN stint.pins p USING (pin)
+                          WHERE (p.epoch < k.epoch OR p.epoch = k.epoch AND NOT pg_visible_in_snapshot(k.xid, p.snapshot))
+                            AND (k.previous IS NULL OR p.epoch > k.previous_epoch
+                                 OR p.epoch = k.previous_epoch AND pg_visible_in_snapshot(k.previous, p.snapshot)))
+    UNION ALL
+    SELECT 'what is gone of a table lies below its floor', NULL, NULL, r.relation::text || ' at position ' || t.end_pos
+    FROM stint.ticks t CROSS JOIN LATERAL unnest(t.relations) r (relation) JOIN stint.captures c ON c.relation = r.relation
+    WHERE t.expired <> (t.end_pos <= c.floor_pos) AND (c.epoch < t.epoch OR c.epoch = t.epoch AND pg_visible_in_snapshot(c.xid, t.snapshot))
+    UNION ALL
     SELECT 'a slot belongs to a schedule and has a task or an error', s.queue_was, s.id, s.schedule || ' at ' || s.slot
     FROM stint.schedule_slots s LEFT JOIN stint.schedule_config c ON c.schedule = s.schedule
     WHERE c.schedule IS NULL OR (s.id IS NULL) = (s.error IS NULL)

@@ -123,7 +123,7 @@ findings (number, "check", ok, detail, remedy, advice) AS (
       FROM stint.history p, server s
      WHERE p.expires_at + p.retention / 4 < s.now
     UNION ALL
-    SELECT 127, 'consumers have all they need', count(*) FILTER (WHERE c.must_refetch) = 0,
+    SELECT 128, 'consumers have all they need', count(*) FILTER (WHERE c.must_refetch) = 0,
            coalesce('changes that they have not read are gone: ' || string_agg(format('%L', c.consumer), ', ' ORDER BY c.consumer) FILTER (WHERE c.must_refetch),
                     format('none of %s is behind what is kept', count(*))),
            'Drop them, and create those that are still wanted again with start => ''snapshot'', as docs/changelog.md shows.', NULL
@@ -134,6 +134,13 @@ findings (number, "check", ok, detail, remedy, advice) AS (
                     format('%s projected tables, each within its freshness', count(*))),
            'SELECT * FROM stint.freshness shows each; stint.poisoned_events shows what was set aside, stint.rebuild(…) tries it again and stint.skip_event(…) gives it up.', NULL
       FROM stint.freshness f
+    UNION ALL
+    SELECT 128, 'changes go when they are past their history', count(*) = 0,
+           coalesce('kept for more than a quarter beyond it: ' || string_agg(c.relation::text, ', ' ORDER BY c.relation::text), 'none is kept much longer than its table''s history says'),
+           'A tick goes when all tables that changed in it are past their history: SELECT relation, history FROM stint.captures shows which keeps longest; stint.set_history changes it. SELECT * FROM stint.expire_changes() lets go now.',
+           NULL
+      FROM stint.captures c, server s
+     WHERE EXISTS (SELECT FROM stint.ticks t WHERE t.at < s.now - c.history * 1.25 - s.patience AND NOT t.expired AND c.relation = ANY (t.relations))
     UNION ALL
     SELECT 130, 'autovacuum is on', current_setting('autovacuum')::boolean AND current_setting('track_counts')::boolean,
            format('autovacuum = %s, track_counts = %s', current_setting('autovacuum'), current_setting('track_counts')),

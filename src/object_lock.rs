@@ -13,10 +13,21 @@ pub enum Lock {
     Ticks = 1,
     /// Making roll-ups.
     RollUps = 2,
+    /// Letting changes go, against which tags take it shared.
+    Retention = 5,
 }
 
 /// Takes a lock until the transaction ends. Answers false where it is held and `conditional` says not to wait.
 pub fn take(lock: Lock, conditional: bool) -> bool {
+    acquire(lock, pg_sys::ExclusiveLock as i32, conditional)
+}
+
+/// Takes a lock beside others that share it, until the transaction ends; waits for one who holds it alone.
+pub fn share(lock: Lock) {
+    acquire(lock, pg_sys::ShareLock as i32, false);
+}
+
+fn acquire(lock: Lock, mode: i32, conditional: bool) -> bool {
     // SAFETY: a lock tag as SET_LOCKTAG_OBJECT makes it.
     unsafe {
         let tag = pg_sys::LOCKTAG {
@@ -27,7 +38,7 @@ pub fn take(lock: Lock, conditional: bool) -> bool {
             locktag_type: pg_sys::LockTagType::LOCKTAG_OBJECT as u8,
             locktag_lockmethodid: pg_sys::DEFAULT_LOCKMETHOD as u8,
         };
-        let got = pg_sys::LockAcquire(&tag, pg_sys::ExclusiveLock as i32, false, conditional);
+        let got = pg_sys::LockAcquire(&tag, mode, false, conditional);
         got != pg_sys::LockAcquireResult::LOCKACQUIRE_NOT_AVAIL
     }
 }

@@ -236,6 +236,14 @@ impl Session {
         })
     }
 
+    /// As [`Session::read`] for a statement on a user's table that was prepared at run time.
+    pub fn read_prepared(&self, statement: &Prepared, params: &[Param]) -> Rows {
+        self.execute_with(statement.plan, statement.args, On::UsersTable, params, |plan, values, nulls| {
+            // SAFETY: as `execute_with` promises.
+            unsafe { pg_sys::SPI_execute_plan(plan, values, nulls, true, 0) }
+        })
+    }
+
     /// Runs a kept statement with what is committed now, also under REPEATABLE READ: for looking again after a lock was got.
     pub fn run_latest(&self, statement: &Statement, params: &[Param]) -> Rows {
         self.execute_with(statement.plan(), statement.types.len(), On::OurTables, params, execute_latest)

@@ -4,13 +4,14 @@
 //! stayed as it was are left out. Numbers are drawn after the statement locked its rows, and put in order by [`order`]. A server that did not preload the library
 //! captures all the same; only the doorbell stays silent, and partitions that come or go tell nothing of their rows.
 
+use super::gone::Move;
 use super::images::{check_types, image_sql, key_sql};
 use super::shape::Shape;
-use super::{cause, epoch, order, partitions};
+use super::{cause, epoch, gone, order, partitions};
 use crate::errors::{self, Fault};
 use crate::relation::Relation;
 use crate::shmem::{self, Instance, bells};
-use crate::spi::{Identity, Prepared, Session, Statement, arg, connect};
+use crate::spi::{Identity, Param, Prepared, Session, Statement, arg, connect};
 use crate::values::Instant;
 use pgrx::PgTupleDesc;
 use pgrx::prelude::*;
@@ -20,11 +21,14 @@ use std::ffi::CStr;
 use std::rc::Rc;
 
 static DECLARE: Statement = Statement::new(
-    c"INSERT INTO stint.captures AS c (relation, epoch, xid)
-      VALUES ($1, $2, pg_current_xact_id())
-      ON CONFLICT (relation) DO UPDATE SET epoch = excluded.epoch, xid = excluded.xid, captured_at = excluded.captured_at",
-    &[pg_sys::OIDOID, pg_sys::INT4OID],
+    c"INSERT INTO stint.captures AS c (relation, epoch, xid, history)
+      VALUES ($1, $2, pg_current_xact_id(), $3)
+      ON CONFLICT (relation) DO UPDATE
+          SET epoch = excluded.epoch, xid = excluded.xid, captured_at = excluded.captured_at, history = excluded.history, floor_pos = 0, floor_epoch = NULL,
+              floor_seen = NULL, floor_xid = NULL, gone_keys = NULL",
+    &[pg_sys::OIDOID, pg_sys::INT4OID, pg_sys::INTERVALOID],
 );
+static FORGET_IMAGES: Statement = Statement::new(c"DELETE FROM stint.kept_images WHERE relation = $1", &[pg_sys::OIDOID]);
 static FORGET: Statement = Statement::new(c"DELETE FROM stint.captures WHERE relation = $1", &[pg_sys::OIDOID]);
 static IS_SUBSCRIBED: Statement = Statement::new(
     c"SELECT s.subname::text, r.srrelid::regclass::text FROM pg_subscription_rel r JOIN pg_subscription s ON s.oid = r.srsubid
@@ -50,8 +54,8 @@ const TRIGGERS: [(&str, &str); 4] = [
     ("_stint_capture_truncate", "BEFORE TRUNCATE ON {table}"),
 ];
 
-/// Starts to capture a table's changes; called by `create_state`. Refuses tables whose changes would be missed or could not be read back.
-pub fn install(session: &Session, relation: &Relation) {
+/// Starts to capture a table's changes, to be kept for `history` (null: for ever); called by `create_state`. Refuses tables whose changes would be missed or could not be read back.
+pub fn install(session: &Session, relation: &Relation, history: Param) {
     let _owner = Identity::owner();
     let subscribed = session.run(&IS_SUBSCRIBED, &[arg(relation.oid)]);
     if !subscribed.is_empty() {
@@ -71,13 +75,16 @@ pub fn install(session: &Session, relation: &Relation) {
     for partition in partitions::below(session, relation.oid, &relation.qualified) {
         create_triggers(session, &partition.name, true);
     }
-    session.run(&DECLARE, &[arg(relation.oid), arg(epoch::required(session))]);
+    session.run(&DECLARE, &[arg(relation.oid), arg(epoch::required(session)), history]);
+    gone::create(session, relation);
 }
 
 /// Stops capturing; called by `drop_state`. What was captured stays, since positions count it.
 pub fn remove(session: &Session, relation: &Relation) {
     let _owner = Identity::owner();
     partitions::members(session, relation.oid, &relation.qualified).iter().for_each(|table| drop_triggers(session, table));
+    gone::remove(session, relation.oid);
+    session.run(&FORGET_IMAGES, &[arg(relation.oid)]);
     session.run(&FORGET, &[arg(relation.oid)]);
 }
 
@@ -195,6 +202,16 @@ unsafe fn capture(trigger: *mut pg_sys::TriggerData) {
         if let Some((keys, events)) = causes {
             params.extend([arg(keys), arg(events)]);
         }
+        let went = match event {
+            Event::Insert => Some(Move::Came),
+            Event::Delete => Some(Move::Went),
+            Event::Truncate => Some(Move::Emptied),
+            // SAFETY: as above.
+            Event::Update => unsafe { may_change_keys(trigger) }.then_some(Move::Changed),
+        };
+        if let Some(went) = went {
+            gone::follow(session, oid, fingerprint, went);
+        }
         let wrote = order::next_write();
         let written = if event == Event::Truncate {
             // The table is locked against everybody; under REPEATABLE READ the transaction's own snapshot may be older than the rows that vanish.
@@ -227,6 +244,23 @@ pub fn whole(session: &Session, table: pg_sys::Oid, name: &str, event: Event) {
     let written = session.run_prepared_latest(&statement, &[arg(table), arg(layout), arg(Instant::now()), arg(epoch)]);
     if !written.is_empty() {
         ring(table);
+    }
+}
+
+/// Whether an UPDATE may have changed a primary key: one that names a column of the key, or of a table whose own triggers may change the row.
+///
+/// # Safety
+/// `trigger` is PostgreSQL's trigger data of an UPDATE.
+unsafe fn may_change_keys(trigger: *mut pg_sys::TriggerData) -> bool {
+    // SAFETY: fields of the trigger data and of its open relation; the key's columns are a copy.
+    unsafe {
+        let rel = (*trigger).tg_relation;
+        let own = (*rel).trigdesc;
+        if !own.is_null() && (*own).trig_update_before_row {
+            return true;
+        }
+        let key = pg_sys::RelationGetIndexAttrBitmap(rel, pg_sys::IndexAttrBitmapKind::INDEX_ATTR_BITMAP_PRIMARY_KEY);
+        pg_sys::bms_overlap(key, (*trigger).tg_updatedcols)
     }
 }
 
@@ -387,10 +421,17 @@ pub fn check_readable(caller: pg_sys::Oid, relation: pg_sys::Oid, name: &str) {
 }
 
 static CAPTURED: Statement = Statement::new(
-    c"SELECT format('%I.%I', n.nspname, c.relname), EXISTS (SELECT FROM stint.captures p WHERE p.relation = c.oid)
+    c"SELECT format('%I.%I', n.nspname, c.relname), EXISTS (SELECT FROM stint.captures p WHERE p.relation = c.oid),
+             EXISTS (SELECT FROM stint.state_config s WHERE s.relation = c.oid)
       FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = $1",
     &[pg_sys::OIDOID],
 );
+
+/// Whether a table's changes are captured.
+pub fn is_captured(session: &Session, relation: pg_sys::Oid) -> bool {
+    let found = session.run(&CAPTURED, &[arg(relation)]);
+    !found.is_empty() && found.must(0, 2)
+}
 
 /// The qualified name of a state table that the caller may read; an error for anything else. Runs with the rights of the extension's owner.
 pub fn required(session: &Session, caller: pg_sys::Oid, relation: pg_sys::Oid) -> String {
@@ -400,6 +441,12 @@ pub fn required(session: &Session, caller: pg_sys::Oid, relation: pg_sys::Oid) -
     }
     let name: String = found.must(0, 1);
     check_readable(caller, relation, &name);
+    if !found.must::<bool>(0, 2) && found.must(0, 3) {
+        Fault::new(PgSqlErrorCode::ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE, format!("the state table {name} keeps no changelog"))
+            .detail("It was declared with changelog => false.")
+            .hint("Run stint.drop_state and declare it again with stint.create_state(…, changelog => true); its rows stay.")
+            .raise()
+    }
     if !found.must::<bool>(0, 2) {
         errors::unknown("state table", &name, None, "Declare it with stint.create_state, or look at stint.state_config.")
     }

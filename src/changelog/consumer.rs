@@ -3,9 +3,10 @@
 //! Positions are rows of an insert-only table, the highest of which is valid. The consumer's row is locked while one is added, so two sessions that advance one
 //! consumer go one after the other; and a session that polled before the other committed is told (40001), since it dealt with the same changes.
 
+use super::capture;
 use super::page::Seen;
 use super::reader::{self, Change};
-use super::{capture, seen};
+use super::seen::{self, Sight};
 use crate::errors::{self, Fault};
 use crate::shmem::waiters::{self, Waiter};
 use crate::spi::{Identity, Session, Statement, arg, connect};
@@ -95,7 +96,7 @@ enum Start {
 
 /// What the transaction sees in all its statements: the rows it reads of a table are the ones that a consumer goes on from. The last tick it sees was
 /// committed before its snapshot was taken, so that one sees all of the tick's changes, and more of them are told apart one by one.
-fn own_snapshot(session: &Session) -> (i32, String) {
+fn own_sight(session: &Session) -> Sight {
     // SAFETY: reads this transaction's isolation level.
     if unsafe { pg_sys::XactIsoLevel } < pg_sys::XACT_REPEATABLE_READ as i32 {
         Fault::new(PgSqlErrorCode::ERRCODE_ACTIVE_SQL_TRANSACTION, "a consumer can start from a snapshot only in a transaction that keeps one")
@@ -137,8 +138,8 @@ fn create_consumer(consumer: Option<&str>, relations: Option<Vec<Option<pg_sys::
             Start::Earliest => (reader::floor(session, &relations), None, None),
             Start::Latest => (reader::last(session), None, None),
             Start::Snapshot => {
-                let (epoch, snapshot) = own_snapshot(session);
-                (reader::last(session), arg(epoch), arg(snapshot))
+                let sight = own_sight(session);
+                (sight.pos, arg(sight.epoch), arg(sight.snapshot))
             }
         };
         if session.run(&CREATE, &[arg(name), arg(relations), arg(from), epoch, snapshot]).is_empty() {

@@ -1,7 +1,11 @@
-//! SQL that makes jsonb of images, compiled from a table's columns as they are now: what `changes` and `poll` return as key, before and after.
+//! SQL that makes jsonb of images, compiled from a table's columns as they are now: what `changes`, `poll` and `diff` return as key, before and after.
 
 use super::shape::{Column, Shape};
+use crate::spi::{Prepared, Session};
 use pgrx::prelude::*;
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
 
 /// SQL for the key of a change as an object; `key` is SQL for the text kept with it.
 pub fn key_sql(shape: &Shape, key: &str) -> String {
@@ -12,6 +16,26 @@ pub fn key_sql(shape: &Shape, key: &str) -> String {
 pub fn image_sql(shape: &Shape, image: &str) -> String {
     let object = object(shape.columns.iter().map(|column| (column, format!("({image})[{}]", column.attnum))));
     format!("CASE WHEN {image} IS NOT NULL THEN {object} END")
+}
+
+thread_local! {
+    static STATEMENTS: RefCell<HashMap<u32, (String, Rc<Prepared>)>> = RefCell::new(HashMap::new());
+}
+
+/// The statement that makes objects of a table's key ($1), before image ($2) and after image ($3).
+pub fn statement(session: &Session, relation: pg_sys::Oid) -> Rc<Prepared> {
+    let shape = Shape::load(session, relation);
+    let sql = format!("SELECT {}, {}, {}", key_sql(&shape, "$1"), image_sql(&shape, "$2"), image_sql(&shape, "$3"));
+    STATEMENTS.with_borrow_mut(|all| {
+        if let Some((text, statement)) = all.get(&relation.to_u32())
+            && *text == sql
+        {
+            return Rc::clone(statement);
+        }
+        let statement = Rc::new(Prepared::new(&sql, &[pg_sys::TEXTOID, pg_sys::TEXTARRAYOID, pg_sys::TEXTARRAYOID]));
+        all.insert(relation.to_u32(), (sql, Rc::clone(&statement)));
+        statement
+    })
 }
 
 fn object<'a>(members: impl Iterator<Item = (&'a Column, String)>) -> String {

@@ -20,8 +20,8 @@ static OPEN_FIRST: Statement = Statement::new(
 
 /// The last tick of an epoch, which sees every row it has: nobody adds one any more.
 static CLOSE: Statement = Statement::new(
-    c"INSERT INTO stint.ticks (epoch, number, snapshot, end_pos, relations, first_seq, last_seq)
-      SELECT c.epoch, c.number + 1, format('%s:%s:', c.xid, c.xid)::pg_snapshot, c.end_pos + c.changes, c.relations, c.first_seq, c.last_seq
+    c"INSERT INTO stint.ticks (epoch, number, snapshot, end_pos, relations, first_seq, last_seq, high)
+      SELECT c.epoch, c.number + 1, format('%s:%s:', c.xid, c.xid)::pg_snapshot, c.end_pos + c.changes, c.relations, c.first_seq, c.last_seq, c.last_seq
       FROM (SELECT m.epoch, coalesce(p.number, 0) AS number, count(*) AS changes, min(l.seq) AS first_seq, max(l.seq) AS last_seq, array_agg(DISTINCT l.relation::oid)::regclass[] AS relations,
                    coalesce((SELECT max(e.end_pos) FROM stint.ticks e), 0) AS end_pos,
                    greatest(max(l.xid::text::numeric) + 1, pg_snapshot_xmax(p.snapshot::pg_snapshot)::text::numeric) AS xid

@@ -3,8 +3,9 @@
 
 use super::shape::Shape;
 use crate::errors::{self, Fault};
-use pgrx::PgTupleDesc;
+use crate::spi::Identity;
 use pgrx::prelude::*;
+use pgrx::{PgMemoryContexts, PgTupleDesc};
 use std::ffi::CStr;
 use std::os::raw::{c_char, c_int};
 
@@ -128,13 +129,97 @@ pub unsafe extern "C-unwind" fn image_wrapper(fcinfo: pg_sys::FunctionCallInfo) 
     }
 }
 
+/// Reads images of a table's rows by the input functions of its types, as the table's owner: domains inside arrays and composites have checks, which are user
+/// code. A column's own domain is passed over for its base type, so that a row reads back as it was, also where the domain was tightened since.
+pub struct RowReader {
+    row: pg_sys::TupleDesc,
+    inputs: *mut pg_sys::FmgrInfo,
+    types: Vec<(pg_sys::Oid, i32)>,
+    owner: pg_sys::Oid,
+}
+
+impl RowReader {
+    /// For the row type of a table. What it looks up lives as long as `context`.
+    ///
+    /// # Safety
+    /// `context` is a memory context that outlives the reader.
+    pub unsafe fn new(row_type: pg_sys::Oid, context: pg_sys::MemoryContext) -> Self {
+        // SAFETY: catalogue look-ups; the descriptor is a copy in `context`.
+        unsafe {
+            let relation = pg_sys::get_typ_typrelid(row_type);
+            if relation == pg_sys::InvalidOid {
+                Fault::new(PgSqlErrorCode::ERRCODE_DATATYPE_MISMATCH, "argument \"kind\" must be of a table's row type")
+                    .hint("Write null::schema.table.")
+                    .raise();
+            }
+            let before = pg_sys::MemoryContextSwitchTo(context);
+            let row = pg_sys::lookup_rowtype_tupdesc_copy(row_type, -1);
+            pg_sys::BlessTupleDesc(row);
+            let columns = usize::try_from((*row).natts).unwrap_or(0);
+            let inputs = pg_sys::palloc0(size_of::<pg_sys::FmgrInfo>() * columns.max(1)).cast::<pg_sys::FmgrInfo>();
+            let mut types = Vec::with_capacity(columns);
+            for index in 0..columns {
+                let column = &*(*row).attrs.as_ptr().add(index);
+                let mut typmod = column.atttypmod;
+                let (mut input, mut parameter) = (pg_sys::InvalidOid, pg_sys::InvalidOid);
+                if !column.attisdropped {
+                    let base = pg_sys::getBaseTypeAndTypmod(column.atttypid, &mut typmod);
+                    pg_sys::getTypeInputInfo(base, &mut input, &mut parameter);
+                    pg_sys::fmgr_info_cxt(input, inputs.add(index), context);
+                }
+                types.push((parameter, typmod));
+            }
+            pg_sys::MemoryContextSwitchTo(before);
+            RowReader { row, inputs, types, owner: owner_of(relation) }
+        }
+    }
+
+    /// The row of an image as a composite datum in the current memory context.
+    pub fn read(&self, image: &[Option<String>]) -> pg_sys::Datum {
+        let _owner = Identity::restricted(self.owner);
+        let (mut values, mut nulls) = (Vec::with_capacity(self.types.len()), Vec::with_capacity(self.types.len()));
+        // SAFETY: the input functions are those of the columns' types; values and nulls are as many as the descriptor has columns.
+        unsafe {
+            let pinned = Pinned::set();
+            for (index, (parameter, typmod)) in self.types.iter().enumerate() {
+                let input = self.inputs.add(index);
+                let text = if (*input).fn_oid == pg_sys::InvalidOid { None } else { image.get(index).and_then(Option::as_deref) };
+                nulls.push(text.is_none());
+                values.push(match text {
+                    Some(text) => {
+                        let copy = pg_sys::pnstrdup(text.as_ptr().cast(), text.len());
+                        pg_sys::InputFunctionCall(input, copy, *parameter, *typmod)
+                    }
+                    None => pg_sys::Datum::from(0usize),
+                });
+            }
+            drop(pinned);
+            let tuple = pg_sys::heap_form_tuple(self.row, values.as_mut_ptr(), nulls.as_mut_ptr());
+            pg_sys::HeapTupleHeaderGetDatum((*tuple).t_data)
+        }
+    }
+}
+
+fn owner_of(relation: pg_sys::Oid) -> pg_sys::Oid {
+    // SAFETY: a system cache look-up, the tuple released at once.
+    unsafe {
+        let tuple = pg_sys::SearchSysCache1(pg_sys::SysCacheIdentifier::RELOID as i32, relation.into());
+        if tuple.is_null() {
+            errors::internal("a row type's table is not in the catalogue");
+        }
+        let owner = (*pg_sys::GETSTRUCT(tuple).cast::<pg_sys::FormData_pg_class>()).relowner;
+        pg_sys::ReleaseSysCache(tuple);
+        owner
+    }
+}
+
 /// See [`image_row_wrapper`].
 #[unsafe(no_mangle)]
 pub extern "C" fn pg_finfo_image_row_wrapper() -> &'static pg_sys::Pg_finfo_record {
     &CALLED_BY_V1
 }
 
-/// `stint.image_row(anyelement, text[]) → anyelement`: the table's row as its types' input functions read it, with the caller's rights.
+/// `stint.image_row(anyelement, text[]) → anyelement`: the table's row as its types' input functions read it.
 ///
 /// # Safety
 /// Called by PostgreSQL only.
@@ -145,43 +230,17 @@ pub unsafe extern "C-unwind" fn image_row_wrapper(fcinfo: pg_sys::FunctionCallIn
     unsafe {
         let call = &mut *fcinfo;
         let args = call.args.as_slice(2);
-        if args[1].isnull {
+        let image = Vec::<Option<String>>::from_datum(args[1].value, args[1].isnull);
+        let Some(image) = image else {
             call.isnull = true;
             return pg_sys::Datum::from(0usize);
-        }
+        };
         let info = &mut *call.flinfo;
         if info.fn_extra.is_null() {
-            let row_type = pg_sys::get_fn_expr_argtype(info, 0);
-            if pg_sys::get_typ_typrelid(row_type) == pg_sys::InvalidOid {
-                Fault::new(PgSqlErrorCode::ERRCODE_DATATYPE_MISMATCH, "argument \"kind\" must be of a table's row type")
-                    .hint("Write null::schema.table.")
-                    .raise();
-            }
-            let before = pg_sys::MemoryContextSwitchTo(info.fn_mcxt);
-            let row = pg_sys::lookup_rowtype_tupdesc_copy(row_type, -1);
-            info.fn_extra = pg_sys::TupleDescGetAttInMetadata(row).cast();
-            pg_sys::MemoryContextSwitchTo(before);
+            let reader = RowReader::new(pg_sys::get_fn_expr_argtype(info, 0), info.fn_mcxt);
+            info.fn_extra = PgMemoryContexts::For(info.fn_mcxt).leak_and_drop_on_delete(reader).cast();
         }
-        let inputs = info.fn_extra.cast::<pg_sys::AttInMetadata>();
-        let columns = usize::try_from((*(*inputs).tupdesc).natts).unwrap_or(0);
-        let array = pg_sys::pg_detoast_datum(args[1].value.cast_mut_ptr()).cast::<pg_sys::ArrayType>();
-        let (mut texts, mut nulls, mut count) = (std::ptr::null_mut(), std::ptr::null_mut(), 0);
-        pg_sys::deconstruct_array(array, pg_sys::TEXTOID, -1, false, b'i' as c_char, &mut texts, &mut nulls, &mut count);
-        let count = usize::try_from(count).unwrap_or(0);
-        let mut values: Vec<*mut c_char> =
-            (0..columns)
-                .map(|index| {
-                    if index < count && !*nulls.add(index) {
-                        pg_sys::text_to_cstring((*texts.add(index)).cast_mut_ptr())
-                    } else {
-                        std::ptr::null_mut()
-                    }
-                })
-                .collect();
-        let pinned = Pinned::set();
-        let tuple = pg_sys::BuildTupleFromCStrings(inputs, values.as_mut_ptr());
-        drop(pinned);
-        pg_sys::HeapTupleHeaderGetDatum((*tuple).t_data)
+        (*info.fn_extra.cast::<RowReader>()).read(&image)
     }
 }
 

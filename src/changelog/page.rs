@@ -7,8 +7,8 @@
 //! A tick's changes lie between its first and its last seq, among those of transactions that other ticks hold. Where they are dense, or many, the statement
 //! walks them by seq, from the last place that this session remembers; few changes that lie far apart are found by their transactions and sorted.
 
-use super::documents;
 use super::shape::Shape;
+use super::{documents, epoch};
 use crate::shmem::Instance;
 use crate::spi::{Param, Prepared, Rows, Session, arg};
 use crate::values::Instant;
@@ -151,6 +151,8 @@ pub mod column {
 pub struct Pages {
     relations: Vec<(pg_sys::Oid, Shape)>,
     form: Form,
+    /// The epoch whose images have the columns' present numbers; none in a copy that was not activated.
+    numbered: Option<i32>,
     statements: HashMap<Way, Rc<Prepared>>,
 }
 
@@ -158,7 +160,8 @@ impl Pages {
     /// Of some tables, in a form.
     pub fn of(session: &Session, relations: &[pg_sys::Oid], form: Form) -> Self {
         let relations = relations.iter().map(|oid| (*oid, Shape::load(session, *oid))).collect();
-        Pages { relations, form, statements: HashMap::new() }
+        let numbered = epoch::current(session).and_then(|(epoch, own)| own.then_some(epoch));
+        Pages { relations, form, numbered, statements: HashMap::new() }
     }
 
     /// At most `max` net changes of a tick that lie after `since` and are not in what the reader `has`; columns as in [`column`].
@@ -182,6 +185,7 @@ impl Pages {
                 arg(relations.iter().map(|(oid, _)| *oid).collect::<Vec<_>>()),
                 arg(max),
                 has.filter(|seen| seen.epoch == tick.epoch).and_then(|seen| seen.snapshot),
+                arg(self.numbered == Some(tick.epoch)),
             ],
         );
         if let Some(last) = rows.len().checked_sub(1)
@@ -213,6 +217,7 @@ fn statement(relations: &[(pg_sys::Oid, Shape)], way: Way, form: Form) -> Rc<Pre
             pg_sys::OIDARRAYOID,
             pg_sys::INT8OID,
             pg_sys::PG_SNAPSHOTOID,
+            pg_sys::BOOLOID,
         ];
         let statement = Rc::new(Prepared::new(&text, &types));
         all.insert(name, Compiled { text, statement: Rc::clone(&statement) });
@@ -221,23 +226,37 @@ fn statement(relations: &[(pg_sys::Oid, Shape)], way: Way, form: Form) -> Rc<Pre
 }
 
 /// `$1` epoch, `$2` snapshot before, `$3` snapshot, `$4` walk after this seq, `$5` to this one, `$6` position of `$4`, `$7` since, `$8` tables, `$9` how
-/// many, `$10` what the reader has.
+/// many, `$10` what the reader has, `$11` whether
+/// images have the columns' present numbers: a restored database gave them anew, and there columns are found by name.
 fn sql(relations: &[(pg_sys::Oid, Shape)], way: Way, form: Form) -> String {
     let names = |layout: &str| format!("(SELECT i.columns FROM stint.image_layouts i WHERE i.layout = {layout})");
     let each = |document: &dyn Fn(&Shape) -> String| {
         let cases: Vec<String> = relations.iter().map(|(oid, shape)| format!("WHEN {} THEN {}", oid.to_u32(), document(shape))).collect();
         format!("CASE c.relation::oid {} END", cases.join(" "))
     };
-    let (key, before, after, more) = match form {
+    let today = |image: &str, layout: &str| {
+        format!(
+            "CASE WHEN $11 OR {image} IS NULL THEN {image}
+                  ELSE (SELECT array_agg({image}[array_position(i.columns, p.name)] ORDER BY p.place)
+                        FROM stint.image_layouts i CROSS JOIN unnest({columns}) WITH ORDINALITY p (name, place) WHERE i.layout = {layout}) END",
+            columns = each(&|shape| {
+                let places: Vec<String> =
+                    shape.places().iter().map(|place| place.map_or_else(|| "NULL".to_string(), |column| documents::quote(&column.name))).collect();
+                format!("ARRAY[{}]::text[]", places.join(", "))
+            })
+        )
+    };
+    let (key, before, after, images, more) = match form {
         Form::Jsonb => (
             each(&|shape| documents::key_sql(shape, "c.key")),
-            each(&|shape| documents::image_sql(shape, "f.before")),
-            each(&|shape| documents::image_sql(shape, "c.after")),
+            each(&|shape| documents::image_sql(shape, "d.before")),
+            each(&|shape| documents::image_sql(shape, "d.after")),
+            format!("CROSS JOIN LATERAL (SELECT {} AS before, {} AS after OFFSET 0) d", today("f.before", "f.layout"), today("c.after", "c.layout")),
             String::new(),
         ),
         Form::Text => {
-            let (key, before, after) = ("c.key::text[]", "f.before", "c.after");
-            (key.to_string(), before.to_string(), after.to_string(), format!(", {}, {}", names("f.layout"), names("c.layout")))
+            let [key, before, after, images] = ["c.key::text[]", "f.before", "c.after", ""].map(str::to_string);
+            (key, before, after, images, format!(", {}, {}", names("f.layout"), names("c.layout")))
         }
     };
     let source = match way {
@@ -275,6 +294,7 @@ fn sql(relations: &[(pg_sys::Oid, Shape)], way: Way, form: Form) -> String {
              (SELECT o.before, o.layout {first} AND a.again
                  AND o.seq > coalesce((SELECT b.seq {other} AND b.seq < c.seq AND b.xid <> c.xid ORDER BY b.seq DESC LIMIT 1), 0)
               ORDER BY o.seq LIMIT 1)) f
+         {images}
          WHERE c.pos > $7 AND c.relation = ANY ($8::regclass[]) AND ($10 IS NULL OR NOT pg_visible_in_snapshot(c.xid, $10))
            AND (SELECT n.xid {next} AND n.seq > c.seq ORDER BY n.seq LIMIT 1) IS DISTINCT FROM c.xid
            AND f.before IS DISTINCT FROM c.after

@@ -8,13 +8,24 @@ use pgrx::prelude::*;
 /// The transaction's own id, if it has one, counts as running in its snapshot: what it will change later lies after what is kept.
 static NOW: Statement = Statement::new(
     c"SELECT m.epoch, pg_current_snapshot()::text, pg_current_xact_id_if_assigned()::text,
-             EXISTS (SELECT FROM stint.change_log l WHERE l.epoch = m.epoch AND l.xid = pg_current_xact_id_if_assigned())
+             EXISTS (SELECT FROM stint.change_log l WHERE l.epoch = m.epoch AND l.xid = pg_current_xact_id_if_assigned()),
+             coalesce((SELECT max(t.end_pos) FROM stint.ticks t), 0)
       FROM stint.meta m",
     &[],
 );
 
-/// What the transaction sees now, and the epoch whose transactions that names. Runs with the rights of the extension's owner.
-pub fn by_transaction(session: &Session, purpose: &str) -> (i32, String) {
+/// What a transaction sees.
+pub struct Sight {
+    /// The epoch whose transactions the snapshot names.
+    pub epoch: i32,
+    /// The snapshot, as text.
+    pub snapshot: String,
+    /// The end of the last tick that is in it.
+    pub pos: i64,
+}
+
+/// What the transaction sees now. Runs with the rights of the extension's owner.
+pub fn by_transaction(session: &Session, purpose: &str) -> Sight {
     let now = session.run(&NOW, &[]);
     if now.is_empty() {
         Fault::new(PgSqlErrorCode::ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE, format!("there is no state table to {purpose}"))
@@ -33,5 +44,5 @@ pub fn by_transaction(session: &Session, purpose: &str) -> (i32, String) {
         Some(own) => stint_core::snapshot::with_running(&seen, &own).unwrap_or_else(|| errors::internal("a snapshot could not be read")),
         None => seen,
     };
-    (now.must(0, 1), snapshot)
+    Sight { epoch: now.must(0, 1), snapshot, pos: now.must(0, 5) }
 }

@@ -31,8 +31,10 @@ static CHANGED: Statement = Statement::new(
                  LATERAL (SELECT l.relation, l.seq FROM stint.change_log l WHERE l.epoch = $1 AND l.xid = x OFFSET 0) r) c",
     &[pg_sys::INT4OID, pg_sys::TEXTOID],
 );
+/// Numbers above `high` are drawn from now on, by transactions that the snapshot, which is older, does not see.
 static TICK: Statement = Statement::new(
-    c"INSERT INTO stint.ticks (epoch, number, snapshot, end_pos, relations, first_seq, last_seq) VALUES ($1, $2, $3::pg_snapshot, $4, $5, $6, $7)",
+    c"INSERT INTO stint.ticks (epoch, number, snapshot, end_pos, relations, first_seq, last_seq, high)
+      SELECT $1, $2, $3::pg_snapshot, $4, $5, $6, $7, q.last_value FROM stint.change_seq q",
     &[pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::TEXTOID, pg_sys::INT8OID, pg_sys::OIDARRAYOID, pg_sys::INT8OID, pg_sys::INT8OID],
 );
 

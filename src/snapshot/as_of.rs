@@ -1,65 +1,38 @@
-//! `<table>_as_of`: the function that `create_state` makes beside a state table, and `stint.images_after`, which it stands on.
+//! `<table>_as_of`: the function that `create_state` makes beside a state table.
 //!
-//! The function is plain SQL that PostgreSQL expands into the calling query, with the caller's rights. Its two parts see one snapshot, the query's, and ask
-//! `images_after` once; that one checks the caller's right to the table and reads the changelog with the extension owner's.
+//! It is plain SQL that PostgreSQL expands into the calling query, with the caller's rights, so that conditions, joins and orders on the key use indexes: the
+//! primary key's for rows that are there now, that of the table of deleted keys for those that are not. For each key `stint.row_as_of` says what the row was.
+//! `stint.point_is_kept` raises the error where the point cannot be read, also if there are no rows at all.
+//! The two parts are of one table each and without conditions of their own, since only such parts of a UNION ALL take part in the planning of the whole query.
+//! The columns are spelled out; when the table is altered, the function is made anew.
 
-use super::tag;
-use crate::changelog::capture;
+use crate::changelog::gone;
 use crate::changelog::images::key_sql;
 use crate::changelog::reader::quote;
 use crate::errors::{self, Fault};
 use crate::relation::Relation;
 use crate::spi::{Identity, Session, Statement, arg, connect};
 use pgrx::prelude::*;
+use std::cell::Cell;
 
-static EXISTS: Statement = Statement::new(
-    c"SELECT FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace WHERE n.nspname = $1 AND p.proname = $2",
+/// The body of the function of a name, in a schema; of the present one only, since one that somebody made is not ours to replace.
+static BODY: Statement = Statement::new(
+    c"SELECT p.prosrc, pg_get_function_identity_arguments(p.oid) = 'tag text, pos bigint, at timestamp with time zone'
+      FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace WHERE n.nspname = $1 AND p.proname = $2",
     &[pg_sys::TEXTOID, pg_sys::TEXTOID],
 );
-
-/// Where a tag lies: epoch, what is settled before it, what is seen at most, and the last change of the latter that belongs to it.
-static TAG_POINT: Statement = Statement::new(
-    c"SELECT p.epoch, p.snapshot::text, p.snapshot::text, 0::bigint
-      FROM stint.tag_list t JOIN stint.pins p USING (pin)
-      WHERE t.tag = $1",
-    &[pg_sys::TEXTOID],
-);
-
-/// Where a position lies, likewise: in the first tick that ends at or after it.
-static POS_POINT: Statement = Statement::new(
-    c"SELECT t.epoch, coalesce(p.snapshot, '1:1:')::text, t.snapshot::text,
-             (SELECT x.seq
-              FROM (SELECT l.seq, row_number() OVER (ORDER BY l.seq) AS ordinal FROM stint.change_log l
-                    WHERE l.epoch = t.epoch
-                      AND (l.xid >= pg_snapshot_xmax(coalesce(p.snapshot, '1:1:')) AND l.xid < pg_snapshot_xmax(t.snapshot)
-                           OR l.xid IN (SELECT pg_snapshot_xip(p.snapshot)))
-                      AND pg_visible_in_snapshot(l.xid, t.snapshot)) x
-              WHERE x.ordinal = $1 - coalesce((SELECT max(e.end_pos) FROM stint.ticks e WHERE e.end_pos < t.end_pos), 0))
-      FROM (SELECT * FROM stint.ticks s WHERE s.end_pos >= $1 ORDER BY s.end_pos LIMIT 1) t
-      LEFT JOIN stint.ticks p ON p.epoch = t.epoch AND p.number = t.number - 1",
-    &[pg_sys::INT8OID],
-);
-static LAST: Statement = Statement::new(c"SELECT coalesce(max(t.end_pos), 0) FROM stint.ticks t", &[]);
-
-/// Whether the table was captured already at a point: the declaring transaction is visible in what the point sees.
+/// State tables with a primary key, whose as-of functions may have to be made anew.
 static CAPTURED: Statement = Statement::new(
-    c"SELECT c.epoch < $2 OR c.epoch = $2 AND pg_visible_in_snapshot(c.xid, $3::pg_snapshot) FROM stint.captures c WHERE c.relation = $1",
-    &[pg_sys::OIDOID, pg_sys::INT4OID, pg_sys::TEXTOID],
+    c"SELECT c.relation::oid FROM stint.captures c
+      WHERE EXISTS (SELECT FROM pg_index i WHERE i.indrelid = c.relation AND i.indisprimary) AND EXISTS (SELECT FROM pg_class t WHERE t.oid = c.gone_keys)
+      ORDER BY 1",
+    &[],
 );
-/// A point is followed by what it does not see, and by later epochs. The upper bound is true for every transaction; with it the planner takes the range for a
-/// narrow one, and so the index.
-static IMAGES: Statement = Statement::new(
-    c"SELECT DISTINCT ON (c.key) c.key, c.before
-      FROM (SELECT l.key, l.seq, l.before FROM stint.change_log l
-            WHERE l.relation = $1
-              AND l.epoch = $2 AND l.xid >= pg_snapshot_xmin($3::pg_snapshot) AND l.xid < '9223372036854775807'
-              AND NOT pg_visible_in_snapshot(l.xid, $3::pg_snapshot)
-              AND (l.seq > $5 OR NOT pg_visible_in_snapshot(l.xid, $4::pg_snapshot))
-            UNION ALL
-            SELECT l.key, l.seq, l.before FROM stint.change_log l
-            WHERE l.relation = $1 AND l.epoch > $2) c
-      ORDER BY c.key, c.seq",
-    &[pg_sys::OIDOID, pg_sys::INT4OID, pg_sys::TEXTOID, pg_sys::TEXTOID, pg_sys::INT8OID],
+/// The columns of the table of deleted keys, the key's text not counted.
+static KEYS: Statement = Statement::new(
+    c"SELECT format_type(a.atttypid, a.atttypmod) FROM pg_attribute a
+      WHERE a.attrelid = $1 AND a.attnum > 0 AND NOT a.attisdropped AND a.attname <> 'key' ORDER BY a.attnum",
+    &[pg_sys::OIDOID],
 );
 
 fn function_name(relation: &Relation) -> String {
@@ -78,41 +51,80 @@ fn quote_name(name: &str) -> String {
     format!("\"{}\"", name.replace('"', "\"\""))
 }
 
+fn full_name(relation: &Relation, name: &str) -> String {
+    format!("{}.{}", quote_name(&relation.schema), quote_name(name))
+}
+
+/// The body; `None` where the key is not the one whose deleted values were gathered.
+fn body(session: &Session, relation: &Relation) -> Option<String> {
+    let (keys, keys_name) = gone::find(session, relation.oid)?;
+    let types = session.run(&KEYS, &[arg(keys)]);
+    if types.len() != relation.key.len() {
+        return None;
+    }
+    let table = &relation.qualified;
+    let place = |column: usize| relation.key.iter().position(|key| *key == column);
+    let columns: Vec<String> = (0..relation.columns.len())
+        .map(|column| match place(column) {
+            Some(place) => format!("x.k{}", place + 1),
+            None => format!("(x.r).{}", relation.columns[column].quoted),
+        })
+        .collect();
+    let live: Vec<String> = relation.key_columns().enumerate().map(|(place, column)| format!("l.{} AS k{}", column.quoted, place + 1)).collect();
+    let dead: Vec<String> = relation
+        .key_columns()
+        .enumerate()
+        .map(|(place, column)| {
+            // The parts of a UNION ALL must agree in type exactly; the key's type may have been altered since.
+            let cast = if types.must::<String>(place, 1) == column.type_name { String::new() } else { format!("::{}", column.type_name) };
+            format!("g.k{}{cast}", place + 1)
+        })
+        .collect();
+    Some(format!(
+        "
+    SELECT {columns}
+    FROM (SELECT stint.row_as_of(l, {key}, $1, $2, $3) AS r, {live} FROM {table} l
+          UNION ALL
+          SELECT stint.row_as_of(NULL::{table}, g.key, $1, $2, $3), {dead} FROM {keys_name} g) x
+    WHERE (x.r).{present} IS NOT NULL AND stint.point_is_kept(NULL::{table}, $1, $2, $3)
+",
+        columns = columns.join(", "),
+        key = key_sql(relation.key_columns().map(|column| column.quoted.as_str()), "l").replace("::text", "::pg_catalog.text"),
+        live = live.join(", "),
+        dead = dead.join(", "),
+        present = relation.key_columns().next()?.quoted,
+    ))
+}
+
 /// Makes `<table>_as_of`, owned by the table's owner; called by `create_state`.
 pub fn install(session: &Session, relation: &Relation) {
     let _owner = Identity::owner();
     let name = function_name(relation);
-    if !session.run(&EXISTS, &[arg(relation.schema.clone()), arg(name.clone())]).is_empty() {
+    if !session.run(&BODY, &[arg(relation.schema.clone()), arg(name.clone())]).is_empty() {
         errors::exists("function", &format!("{}.{name}", relation.schema), "Rename or drop it: create_state makes a function of that name.")
     }
-    let function = format!("{}.{}", quote_name(&relation.schema), quote_name(&name));
+    let Some(body) = body(session, relation) else { errors::internal("the keys of deleted rows are not those of the table") };
+    let function = full_name(relation, &name);
     let table = &relation.qualified;
-    let body = format!(
-        "
-    WITH changed AS MATERIALIZED (SELECT c.key, c.before FROM stint.images_after({table_text}::pg_catalog.regclass, $1, $2) c)
-    SELECT l.* FROM {table} l
-    WHERE NOT EXISTS (SELECT FROM changed c WHERE c.key OPERATOR(pg_catalog.=) {key})
-    UNION ALL
-    SELECT r.* FROM changed c CROSS JOIN LATERAL stint.image_row(NULL::{table}, c.before) r
-    WHERE c.before IS NOT NULL
-",
-        table_text = quote(table),
-        key = key_sql(relation.key_columns().map(|column| column.quoted.as_str()), "l").replace("::text", "::pg_catalog.text"),
-    );
+    create(session, relation, &function, &body);
     session.execute_once(&format!(
-        "CREATE FUNCTION {function}(tag text DEFAULT NULL, pos bigint DEFAULT NULL) RETURNS SETOF {table} LANGUAGE sql STABLE AS {}",
-        quote(&body)
-    ));
-    session.execute_once(&format!(
-        "COMMENT ON FUNCTION {function}(text, bigint) IS {}",
+        "COMMENT ON FUNCTION {function} IS {}",
         quote(&format!(
-            "The rows of {table} as a reader saw them at a tag or at a position of the changelog (give one of the two). Needs SELECT on the table, USAGE on the schema stint and \
-             EXECUTE on stint.images_after, stint.image and stint.image_row."
+            "The rows of {table} as a reader saw them at a tag, at a position of the changelog, or at the last tick by a time (give one of the three). Conditions on the key use indexes. \
+             Needs SELECT on the table, USAGE on the schema stint and EXECUTE on stint.row_as_of, stint.point_is_kept and stint.image."
         ))
     ));
     // So that DROP EXTENSION leaves no function behind that cannot work, and that stands in the way of the next create_state.
-    session.execute_once(&format!("ALTER FUNCTION {function}(text, bigint) DEPENDS ON EXTENSION pg_stint"));
-    session.execute_once(&format!("ALTER FUNCTION {function}(text, bigint) OWNER TO {}", owner_name(relation)));
+    session.execute_once(&format!("ALTER FUNCTION {function} DEPENDS ON EXTENSION pg_stint"));
+    session.execute_once(&format!("ALTER FUNCTION {function} OWNER TO {}", owner_name(relation)));
+}
+
+fn create(session: &Session, relation: &Relation, function: &str, body: &str) {
+    session.execute_once(&format!(
+        "CREATE OR REPLACE FUNCTION {function}(tag text DEFAULT NULL, pos bigint DEFAULT NULL, at timestamptz DEFAULT NULL) RETURNS SETOF {} LANGUAGE sql STABLE AS {}",
+        relation.qualified,
+        quote(body)
+    ));
 }
 
 fn owner_name(relation: &Relation) -> String {
@@ -124,51 +136,61 @@ fn owner_name(relation: &Relation) -> String {
 /// Drops `<table>_as_of`; called by `drop_state`.
 pub fn remove(session: &Session, relation: &Relation) {
     let _owner = Identity::owner();
-    let function = format!("{}.{}", quote_name(&relation.schema), quote_name(&function_name(relation)));
-    session.execute_once(&format!("DROP FUNCTION IF EXISTS {function}(text, bigint)"));
+    let function = full_name(relation, &function_name(relation));
+    session.execute_once(&format!("DROP FUNCTION IF EXISTS {function}(text, bigint, timestamptz)"));
 }
 
-/// `stint.images_after`.
-#[pg_extern(sql = false)]
-fn images_after(
-    relation: Option<pg_sys::Oid>,
-    tag: Option<&str>,
-    pos: Option<i64>,
-) -> TableIterator<'static, (name!(key, String), name!(before, Option<Vec<Option<String>>>))> {
-    let relation = relation.unwrap_or_else(|| errors::missing("relation", "Give the state table's name, as in 'shop.orders'."));
-    let images = connect(|session| {
-        let identity = Identity::owner();
-        let name = capture::required(session, identity.caller(), relation);
-        let point = match (tag, pos) {
-            (Some(tag), None) => {
-                let point = session.read(&TAG_POINT, &[arg(tag)]);
-                if point.is_empty() {
-                    tag::unknown(session, tag)
-                }
-                point
+thread_local! {
+    /// Whether this is already at work: what it executes are commands, too.
+    static AT_WORK: Cell<bool> = const { Cell::new(false) };
+}
+
+struct AtWork;
+
+impl Drop for AtWork {
+    fn drop(&mut self) {
+        AT_WORK.set(false);
+    }
+}
+
+/// See [`follow_ddl_wrapper`].
+#[unsafe(no_mangle)]
+pub extern "C" fn pg_finfo_follow_ddl_wrapper() -> &'static pg_sys::Pg_finfo_record {
+    static CALLED_BY_V1: pg_sys::Pg_finfo_record = pg_sys::Pg_finfo_record { api_version: 1 };
+    &CALLED_BY_V1
+}
+
+/// `stint.follow_ddl()`, the event trigger: as-of functions follow their tables' columns, and the tables of deleted keys their tables' grants.
+///
+/// # Safety
+/// Called by PostgreSQL only.
+#[unsafe(no_mangle)]
+#[pg_guard]
+pub unsafe extern "C-unwind" fn follow_ddl_wrapper(_fcinfo: pg_sys::FunctionCallInfo) -> pg_sys::Datum {
+    if !AT_WORK.replace(true) {
+        let _at_work = AtWork;
+        let _owner = Identity::owner();
+        connect(|session| {
+            let tables = session.run(&CAPTURED, &[]);
+            for row in 0..tables.len() {
+                refresh(session, tables.must(row, 1));
             }
-            (None, Some(pos)) => {
-                let last: i64 = session.read(&LAST, &[]).must(0, 1);
-                if pos < 0 || pos > last {
-                    errors::invalid(
-                        format!("argument \"pos\" is {pos}; positions go from 0 to {last}"),
-                        "Give a position that stint.changes, stint.poll or stint.tick returned.",
-                    )
-                }
-                session.read(&POS_POINT, &[arg(pos)])
-            }
-            _ => errors::invalid("one of the arguments \"tag\" and \"pos\" must be given", "Write tag => 'name' or pos => number."),
-        };
-        let captured = !point.is_empty() && {
-            let found = session.read(&CAPTURED, &[arg(relation), arg(point.must::<i32>(0, 1)), point.lift(0, 3)]);
-            !found.is_empty() && found.must(0, 1)
-        };
-        if !captured {
-            errors::invalid(format!("{name} was not a state table yet at that point"), "Give a tag or a position made after stint.create_state.")
-        }
-        let bound = point.get::<i64>(0, 4).unwrap_or(0);
-        let rows = session.read(&IMAGES, &[arg(relation), arg(point.must::<i32>(0, 1)), point.lift(0, 2), point.lift(0, 3), arg(bound)]);
-        (0..rows.len()).map(|row| (rows.must(row, 1), rows.get(row, 2))).collect::<Vec<_>>()
-    });
-    TableIterator::new(images)
+        });
+    }
+    pg_sys::Datum::from(0usize)
+}
+
+fn refresh(session: &Session, table: pg_sys::Oid) {
+    let relation = Relation::load_unfit(session, table);
+    gone::grant(session, table);
+    let name = format!("{}_as_of", relation.name);
+    let present = session.run(&BODY, &[arg(relation.schema.clone()), arg(name.clone())]);
+    if present.len() != 1 || !present.must::<bool>(0, 2) {
+        return; // renamed together with its table, or not ours
+    }
+    if let Some(body) = body(session, &relation)
+        && present.must::<String>(0, 1) != body
+    {
+        create(session, &relation, &full_name(&relation, &name), &body);
+    }
 }

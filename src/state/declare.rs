@@ -2,13 +2,14 @@
 
 use super::config::Config;
 use super::rights;
-use crate::changelog::capture;
+use crate::changelog::{capture, retention};
 use crate::errors::{self, Fault};
+use crate::input;
 use crate::record::projection;
 use crate::relation::{Column, Relation};
 use crate::snapshot::as_of;
 use crate::spi::{self, Identity, Session, Statement, arg};
-use crate::values::RawJsonb;
+use crate::values::{RawInterval, RawJsonb};
 use pgrx::prelude::*;
 use stint_core::state::declare::{Declaration, Refusal, Why};
 use stint_core::state::{self, Family, compile};
@@ -161,14 +162,21 @@ fn create_state(
     deletes: Option<&str>,
     fields: Option<RawJsonb>,
     rowkind: Option<&str>,
+    changelog: Option<bool>,
+    history: Option<RawInterval>,
 ) {
     const NAME_IT: &str = "Name the table, as in stint.create_state('shop.goods', 'partial-update').";
     let Some(oid) = relation else { errors::missing("relation", NAME_IT) };
     let Some(engine) = engine else { errors::missing("engine", "Give 'deduplicate', 'first-row', 'aggregation' or 'partial-update'.") };
     let sequence = sequence.map(no_nulls);
+    let changelog = input::given("changelog", changelog);
+    if !changelog && history.is_some() {
+        errors::invalid("argument \"history\" is given, but changelog is false", "Leave history out, or let the table keep a changelog.")
+    }
     crate::shmem::required();
     let identity = Identity::owner();
     spi::connect(|session| {
+        let history = retention::checked_history(session, history);
         let relation = lock_own_table(session, oid, &identity);
         let config = Config {
             engine: engine.to_string(),
@@ -188,8 +196,10 @@ fn create_state(
         if declaration.remembers() {
             create_tombstones(session, &relation, &table, &declaration);
         }
-        capture::install(session, &relation);
-        as_of::install(session, &relation);
+        if changelog {
+            capture::install(session, &relation, history.and_then(arg));
+            as_of::install(session, &relation);
+        }
         recompile(oid);
     });
 }
@@ -264,8 +274,10 @@ fn drop_state(relation: Option<pg_sys::Oid>) {
         if rows.is_empty() {
             not_declared(&relation);
         }
-        as_of::remove(session, &relation);
-        capture::remove(session, &relation);
+        if capture::is_captured(session, oid) {
+            as_of::remove(session, &relation);
+            capture::remove(session, &relation);
+        }
         if let Some(tombstones) = rows.get::<String>(0, 1) {
             session.execute_once(&format!("DROP TABLE {tombstones}"));
         }

@@ -45,6 +45,7 @@ pub const STEPS: &[Step] = &[
     Step { name: "tick task events", when: When::RoundAndBell, run: changelog::feed::step },
     Step { name: "trim task events", when: When::Round, run: changelog::feed::trim_step },
     Step { name: "trim consumers", when: When::Round, run: changelog::consumer::step },
+    Step { name: "expire changes", when: When::Round, run: changelog::retention::step },
     Step { name: "roll up", when: When::RoundAndBell, run: accounting::roll_up::step },
     Step { name: "doorbells", when: When::Bell, run: doorbells::step },
 ];

@@ -122,7 +122,12 @@ CALLS = {
     "pin": {},
     "tag": {"name": "new"},
     "drop_tag": {"name": "t"},
-    "images_after": {"relation": "goods", "tag": "t", "pos": None},
+    "release_hold": {"name": "t"},
+    "row_as_of": {"live": "(1,a,2026-01-01)", "key": "{1}", "tag": "t", "pos": None, "at": None},
+    "point_is_kept": {"kind": "(1,a,2026-01-01)", "tag": "t", "pos": None, "at": None},
+    "diff": {"relation": "goods", "since_tag": "t"},
+    "expire_changes": {},
+    "set_history": {"relation": "goods", "history": "1 day"},
     "image_row": {"kind": "(1,a,2026-01-01)", "image": "{1,a}"},
 }
 
@@ -131,6 +136,7 @@ NOT_WALKED = {
     "capture": "a trigger function",
     "keep_events": "a trigger function",
     "placed": "a trigger function",
+    "follow_ddl": "an event trigger function",
     "image": "takes any number of values of any type",
 }
 
@@ -293,14 +299,14 @@ def test_bad_input_is_refused_properly_or_works(walked, function):
 def test_what_must_be_given_cannot_be_null_or_empty(walked, function):
     """Of the arguments a call cannot do without, none may be null; a name may not be empty."""
     conn, ids = walked
-    if function in ("images_after", "image_row"):
+    if function in ("row_as_of", "point_is_kept", "image_row"):
         pytest.skip("takes nulls")
     types = signature(conn, function)
     good = {name: ids.get(v, v) for name, v in CALLS[function].items()}
     without_default = len(types) - value(
         conn, "SELECT pronargdefaults FROM pg_proc WHERE pronamespace = 'stint'::regnamespace AND proname = %s", function)  # fmt: skip
     for argument in list(types)[:without_default]:
-        if (function, argument) in {("fail", "error"), ("commit", "pos")}:
+        if (function, argument) in {("fail", "error"), ("commit", "pos"), ("set_history", "history")}:
             continue
         error = attempt(conn, function, types, good | {argument: None})
         assert error is not None and error.sqlstate == "22004" and argument in str(error), f"{argument} => null: {error}"

@@ -277,7 +277,7 @@ def test_only_readers_of_the_table_read_its_changes(conn):
             "SELECT count(*) FROM stint.poll('c')",
             "SELECT count(*) FROM stint.export_changes('goods')",
             "SELECT count(*) FROM goods_as_of('t')",
-            "SELECT count(*) FROM stint.images_after('goods', 't', NULL)",
+            "SELECT count(stint.row_as_of(NULL::goods, '{1}', 't', NULL, NULL))",
         ]
         conn.execute(f"SET ROLE {role}")
         for read in [*reads, "SELECT stint.commit('c', 1)", "SELECT stint.drop_consumer('c')", "INSERT INTO stint.change_log DEFAULT VALUES"]:
@@ -344,10 +344,18 @@ BAD = [
     ("goods_as_of('mde')", "42704", 'tag "mde"'),
     ("goods_as_of(pos => -1)", "22023", "-1"),
     ("goods_as_of(pos => 99)", "22023", "99"),
-    ("goods_as_of()", "22023", '"tag" and "pos"'),
-    ("goods_as_of('made', 1)", "22023", '"tag" and "pos"'),
+    ("goods_as_of()", "22023", '"tag", "pos" and "at"'),
+    ("goods_as_of('made', 1)", "22023", '"tag", "pos" and "at"'),
     ("late_as_of('made')", "22023", "public.late was not a state table yet"),
-    ("stint.images_after('other', 'made', NULL)", "42704", "public.other"),
+    ("stint.row_as_of(NULL::other, '{1}', 'made', NULL, NULL)", "42704", "public.other"),
+    ("stint.row_as_of(NULL::goods, NULL, 'made', NULL, NULL)", "22004", '"key"'),
+    ("goods_as_of(at => '1999-01-01')", "22023", '"at" lies before the first tick'),
+    ("stint.diff('goods')", "22023", '"since_tag" and "since_pos"'),
+    ("stint.diff('goods', 'made', 'made', until_pos => 1)", "22023", '"until_tag" and "until_pos"'),
+    ("stint.diff('goods', 'mde')", "42704", 'tag "mde"'),
+    ("stint.set_history('goods', '0')", "22023", '"history"'),
+    ("stint.set_history('other', '1 day')", "42704", "public.other"),
+    ("stint.release_hold('mde')", "42704", '"mde"'),
     ("stint.image_row(NULL::int, '{1}')", "42804", '"kind"'),
 ]
 

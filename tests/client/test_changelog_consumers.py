@@ -272,6 +272,65 @@ def test_rows_of_a_snapshot_and_what_follows_make_the_live_table(goods, connect)
     assert overlapped > 0, "some snapshots lay between two ticks"
 
 
+def test_a_follower_beside_retention_gets_every_change_or_is_told(goods, connect):
+    goods.execute("SELECT stint.set_history('goods', '100 ms')")
+    stop, failed = threading.Event(), []
+
+    def guarded(work, session, *args):
+        try:
+            work(session, *args)
+        except Exception as error:  # noqa: BLE001
+            failed.append(error)
+            session.close()
+
+    def upkeep(session):
+        while not stop.wait(0.01):
+            session.execute("SELECT stint.tick()")
+            session.execute("SELECT FROM stint.expire_changes()")
+
+    threads = [threading.Thread(target=guarded, args=(churn, connect(), seed, stop)) for seed in range(3)]
+    threads.append(threading.Thread(target=guarded, args=(upkeep, connect())))
+    for thread in threads:
+        thread.start()
+    chance, reader, copy, told, followed, ends = random.Random(5), connect(), None, 0, 0, time.monotonic() + 6
+    while True:
+        if copy is None:
+            with reader.transaction():
+                reader.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+                reader.execute("SELECT stint.drop_consumer('c')")
+                reader.execute("SELECT stint.create_consumer('c', '{goods}', start => 'snapshot')")
+                copy = dict(reader.execute("SELECT id, qty FROM goods").fetchall())
+        over = not any(thread.is_alive() for thread in threads)
+        try:
+            with reader.transaction():
+                batch = reader.execute(
+                    "SELECT kind, (key ->> 'id')::int, (before ->> 'qty')::int, (after ->> 'qty')::int FROM stint.poll('c', max => %s)",
+                    (chance.choice([1, 20, 1000]),),
+                ).fetchall()
+                reader.execute("SELECT stint.commit('c')")
+        except psycopg.errors.SnapshotTooOld:
+            assert value(reader, "SELECT must_refetch FROM stint.consumers")
+            copy, told = None, told + 1
+            continue
+        for kind, key, before, after in batch:
+            if kind != "-U":
+                assert copy.pop(key, None) == before, "each change goes on from the one before"
+                if after is not None:
+                    copy[key] = after
+                followed += 1
+        if over and not batch:
+            break
+        if chance.random() < 0.02:
+            time.sleep(0.3)
+        if time.monotonic() > ends and not stop.is_set():
+            stop.set()
+            for thread in threads:
+                thread.join()
+            reader.execute("SELECT stint.tick()")
+    assert failed == [] and told > 0 and followed > 100
+    assert copy == dict(reader.execute("SELECT id, qty FROM goods").fetchall())
+
+
 def test_an_export_is_the_text_of_every_change(conn):
     conn.execute("CREATE TABLE odd (id int, \"sp ace\" text, gone int, n numeric, f float8, b bytea, a text[], at timestamptz, PRIMARY KEY (n, id))")
     conn.execute("SELECT stint.create_state('odd', 'deduplicate')")

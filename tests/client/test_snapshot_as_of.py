@@ -243,3 +243,176 @@ def test_a_dropped_extension_leaves_nothing_in_the_way_of_the_next(conn):
     conn.execute("SELECT stint.tag('t')")
     conn.execute("UPDATE plain SET v = 'after'")
     assert conn.execute("SELECT v FROM plain_as_of('t')").fetchall() == [("before",)]
+
+
+def plan(conn, query):
+    return "\n".join(line for (line,) in conn.execute(f"EXPLAIN {query}"))
+
+
+def test_conditions_on_the_key_are_index_conditions_on_live_and_on_deleted_rows(conn):
+    """Also of joins, prepared statements, lists and ranges, for composite keys of several types."""
+    conn.execute("CREATE TABLE goods (sku text, lot numeric, at timestamptz, qty int, PRIMARY KEY (sku, lot, at))")
+    conn.execute("SELECT stint.create_state('goods', 'deduplicate')")
+    conn.execute("INSERT INTO goods SELECT 's' || n, n, '2026-01-01', n FROM generate_series(1, 2000) n")
+    conn.execute("SELECT stint.tag('t')")
+    conn.execute("DELETE FROM goods WHERE lot % 2 = 0")
+    conn.execute("UPDATE goods SET qty = 0")
+    conn.execute("CREATE TABLE wanted AS SELECT 's' || n AS sku, n::numeric AS lot FROM generate_series(7, 8) n")
+    conn.execute("ANALYZE")
+    conn.execute("PREPARE one AS SELECT qty FROM goods_as_of($1) WHERE sku = $2 AND lot = $3 AND at = $4")
+    conn.execute("SET plan_cache_mode = force_generic_plan")
+    for query, found in [
+        ("SELECT qty FROM goods_as_of('t') WHERE sku = 's7' AND lot = 7", [(7,)]),
+        ("SELECT qty FROM goods_as_of('t') WHERE sku = 's8' AND lot = 8.00 AND at = '2026-01-01'", [(8,)]),
+        ("SELECT qty FROM goods_as_of('t') WHERE sku IN ('s7', 's8', 'none') ORDER BY 1", [(7,), (8,)]),
+        ("SELECT qty FROM goods_as_of('t') WHERE sku > 's1998' AND sku <= 's2' ORDER BY 1", [(2,), (1999,)]),
+        ("SELECT g.qty FROM wanted w JOIN goods_as_of('t') g ON g.sku = w.sku AND g.lot = w.lot ORDER BY 1", [(7,), (8,)]),
+        ("SELECT g.qty FROM wanted w LEFT JOIN goods_as_of('t') g USING (sku, lot) ORDER BY 1", [(7,), (8,)]),
+        ("EXECUTE one('t', 's8', 8, '2026-01-01')", [(8,)]),
+    ]:
+        shown = plan(conn, query)
+        assert "goods_pkey" in shown and "gone_keys" in shown and "Seq Scan on goods" not in shown and "Seq Scan on gone" not in shown, shown
+        assert conn.execute(query).fetchall() == found, query
+
+
+def test_equal_keys_that_read_differently_are_told_apart(conn):
+    conn.execute("CREATE TABLE goods (lot numeric PRIMARY KEY, qty int)")
+    conn.execute("SELECT stint.create_state('goods', 'deduplicate')")
+    conn.execute("INSERT INTO goods VALUES (1.0, 1)")
+    conn.execute("SELECT stint.tag('t')")
+    conn.execute("UPDATE goods SET lot = 1.00, qty = 2")
+    conn.execute("SELECT stint.tag('u')")
+    conn.execute("DELETE FROM goods")
+    conn.execute("INSERT INTO goods VALUES (1.000, 3)")
+    conn.execute("SELECT stint.tag('v')")
+    for tag, text in ("t", "(1.0,1)"), ("u", "(1.00,2)"), ("v", "(1.000,3)"):
+        assert rows(conn, f"goods_as_of('{tag}')") == rows(conn, f"(SELECT * FROM goods_as_of('{tag}') WHERE lot = 1)") == [text]
+    conn.execute("UPDATE goods SET lot = 1.0")
+    assert rows(conn, "goods_as_of('t')") == ["(1.0,1)"] and rows(conn, "goods_as_of('v')") == ["(1.000,3)"]
+
+
+def test_a_hot_key_is_found_among_many_changes_before_within_and_after_the_pinned_transaction(connect):
+    conn, other = connect(), connect()
+    conn.execute("CREATE TABLE goods (id int PRIMARY KEY, qty int)")
+    conn.execute("SELECT stint.create_state('goods', 'deduplicate')")
+    conn.execute("INSERT INTO goods VALUES (1, 0)")
+    many = "DO $$BEGIN FOR i IN 1 .. 300 LOOP UPDATE goods SET qty = qty + 1; END LOOP; END$$"
+    conn.execute(many)
+    other.execute("BEGIN")
+    other.execute(many)
+    conn.execute("SELECT stint.tag('t')")
+    other.execute(many)
+    other.execute("COMMIT")
+    conn.execute(many)
+    assert conn.execute("SELECT qty FROM goods_as_of('t') WHERE id = 1").fetchall() == [(300,)]
+
+
+def test_as_of_follows_the_columns_and_the_grants_of_its_table(conn):
+    conn.execute("CREATE TABLE goods (id int PRIMARY KEY, qty int, old text)")
+    conn.execute("SELECT stint.create_state('goods', 'deduplicate')")
+    conn.execute("INSERT INTO goods VALUES (1, 1, 'x'), (2, 2, 'y')")
+    conn.execute("SELECT stint.tag('t')")
+    conn.execute("DELETE FROM goods WHERE id = 2")
+    conn.execute("ALTER TABLE goods DROP COLUMN old, ADD COLUMN extra int NOT NULL DEFAULT 5")
+    conn.execute("ALTER TABLE goods RENAME COLUMN id TO number")
+    conn.execute("ALTER TABLE goods RENAME COLUMN qty TO quantity")
+    conn.execute("UPDATE goods SET quantity = 9")
+    assert conn.execute("SELECT number, quantity FROM goods_as_of('t') ORDER BY number").fetchall() == [(1, 1), (2, 2)]
+    assert conn.execute("SELECT extra FROM goods_as_of('t') WHERE number = 2").fetchone() == (None,), "the column did not exist when the row last did"
+    role = f"r_{conn.info.dbname}"
+    conn.execute(f"CREATE ROLE {role}")
+    try:
+        conn.execute(f"GRANT USAGE ON SCHEMA stint TO {role}")
+        conn.execute(f"GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA stint TO {role}")
+        for grant, allowed in ("GRANT SELECT ON goods TO", True), ("REVOKE SELECT ON goods FROM", False):
+            conn.execute(f"{grant} {role}")
+            conn.execute(f"SET ROLE {role}")
+            if allowed:
+                assert conn.execute("SELECT count(*) FROM goods_as_of('t')").fetchone() == (2,)
+            else:
+                for table in "goods_as_of('t')", "stint.gone_keys_1":
+                    with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                        conn.execute(f"SELECT FROM {table}")
+            conn.execute("RESET ROLE")
+    finally:
+        conn.execute("RESET ROLE")
+        conn.execute(f"DROP OWNED BY {role}")
+        conn.execute(f"DROP ROLE {role}")
+
+
+def test_the_owners_domains_are_not_checked_with_the_readers_rights(conn):
+    """A column's own domain is passed over; inside an array its check runs as the owner."""
+    role = f"r_{conn.info.dbname}"
+    conn.execute(f"CREATE ROLE {role}")
+    conn.execute("CREATE TABLE seen (who text)")
+    conn.execute("CREATE SCHEMA own")
+    conn.execute(f"GRANT ALL ON SCHEMA own TO {role}")
+    try:
+        conn.execute(f"SET ROLE {role}")
+        conn.execute("CREATE FUNCTION own.fine(int) RETURNS boolean LANGUAGE plpgsql AS $$BEGIN RAISE NOTICE 'checked by %', current_user; RETURN true; END$$")
+        conn.execute("CREATE DOMAIN own.number AS int CHECK (own.fine(VALUE))")
+        conn.execute("CREATE TABLE own.goods (id int PRIMARY KEY, one own.number, many own.number[])")
+        conn.execute("RESET ROLE")
+        conn.execute("SELECT stint.create_state('own.goods', 'deduplicate')")
+        conn.execute("INSERT INTO own.goods VALUES (1, 1, '{2}')")
+        conn.execute("SELECT stint.tag('t')")
+        conn.execute("DELETE FROM own.goods")
+        notices = []
+        conn.add_notice_handler(lambda diag: notices.append(diag.message_primary))
+        assert rows(conn, "own.goods_as_of('t')") == ["(1,1,{2})"]
+        assert set(notices) == {f"checked by {role}"}
+    finally:
+        conn.execute("RESET ROLE")
+        conn.execute("DROP SCHEMA own CASCADE")
+        conn.execute(f"DROP ROLE {role}")
+
+
+def test_time_travel_reads_the_last_tick_by_then(conn):
+    conn.execute("CREATE TABLE goods (id int PRIMARY KEY, qty int)")
+    conn.execute("SELECT stint.create_state('goods', 'deduplicate')")
+    conn.execute("INSERT INTO goods VALUES (1, 1)")
+    conn.execute("SELECT stint.tick()")
+    first = conn.execute("SELECT max(at) FROM stint.ticks").fetchone()[0]
+    conn.execute("UPDATE goods SET qty = 2")
+    conn.execute("SELECT stint.tick()")
+    conn.execute("CREATE TABLE late (id int PRIMARY KEY)")
+    conn.execute("SELECT stint.create_state('late', 'deduplicate')")
+    for at, found in (first, [(1, 1)]), ("infinity", [(1, 2)]):
+        assert conn.execute("SELECT * FROM goods_as_of(at => %s)", (at,)).fetchall() == found
+    for table, at, says in ("goods", "-infinity", "before the first tick"), ("late", first, "not a state table yet"):
+        with pytest.raises(psycopg.errors.InvalidParameterValue, match=says):
+            conn.execute(f"SELECT * FROM {table}_as_of(at => %s)", (at,))
+
+
+def test_diff_shows_the_rows_that_differ_between_two_points(conn):
+    conn.execute("CREATE TABLE goods (id int PRIMARY KEY, qty numeric)")
+    conn.execute("SELECT stint.create_state('goods', 'deduplicate')")
+    conn.execute("INSERT INTO goods VALUES (1, 1.10), (2, 2), (3, 3), (4, 4)")
+    conn.execute("SELECT stint.tag('a')")
+    conn.execute("UPDATE goods SET qty = 1.2 WHERE id = 1; DELETE FROM goods WHERE id = 2; INSERT INTO goods VALUES (5, 5), (6, 6)")
+    conn.execute("UPDATE goods SET qty = 9 WHERE id = 3; UPDATE goods SET qty = 3 WHERE id = 3; DELETE FROM goods WHERE id = 6")
+    conn.execute("SELECT stint.tag('b')")
+    conn.execute("DELETE FROM goods WHERE id <> 4")
+
+    def diff(*points):
+        return conn.execute(f"SELECT kind, key->>'id', before->>'qty', after->>'qty' FROM stint.diff('goods', {', '.join(points)})").fetchall()
+
+    expected = [("-U", "1", "1.10", None), ("+U", "1", "1.10", "1.2"), ("-D", "2", "2", None), ("+I", "5", None, "5")]
+    assert diff("'a'", "'b'") == expected
+    assert [(kind, key) for kind, key, *_ in diff("'a'")] == [("-D", "1"), ("-D", "2"), ("-D", "3")]
+    assert diff("'b'", "'b'") == []
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="earlier"):
+        diff("'b'", "'a'")
+
+
+def test_a_table_without_a_changelog_costs_none_and_says_so(conn):
+    conn.execute("CREATE TABLE goods (id int PRIMARY KEY)")
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match='"history"'):
+        conn.execute("SELECT stint.create_state('goods', 'deduplicate', changelog => false, history => '1 day')")
+    conn.execute("SELECT stint.create_state('goods', 'deduplicate', changelog => false)")
+    conn.execute("SELECT stint.merge('goods', '[{\"id\": 1}]')")
+    assert conn.execute("SELECT to_regproc('goods_as_of'), (SELECT count(*) FROM stint.change_log), stint.tick()").fetchone() == (None, 0, 0)
+    for call in "stint.changes('goods')", "stint.create_consumer('c', '{goods}')", "stint.diff('goods', 't')", "stint.set_history('goods', '1 day')":
+        with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="goods keeps no changelog"):
+            conn.execute(f"SELECT {call}")
+    conn.execute("SELECT stint.drop_state('goods')")

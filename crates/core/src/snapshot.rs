@@ -1,4 +1,71 @@
-//! PostgreSQL snapshots as text, `xmin:xmax:running,running,…`.
+//! PostgreSQL snapshots as text, `xmin:xmax:running,running,…`, and points in the changelog, which are made of them.
+
+/// What a transaction saw of others.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Transactions from here on had not ended.
+    xmax: u64,
+    /// Earlier ones that had not ended either, ascending.
+    running: Vec<u64>,
+}
+
+impl Snapshot {
+    /// Reads PostgreSQL's text.
+    pub fn parse(text: &str) -> Option<Self> {
+        let mut parts = text.split(':');
+        let _xmin: u64 = parts.next()?.parse().ok()?;
+        let xmax = parts.next()?.parse().ok()?;
+        let mut running = parts.next()?.split(',').filter(|xid| !xid.is_empty()).map(str::parse).collect::<Result<Vec<u64>, _>>().ok()?;
+        running.sort_unstable();
+        parts.next().is_none().then_some(Snapshot { xmax, running })
+    }
+
+    fn oldest_unseen(&self) -> u64 {
+        self.running.first().copied().map_or(self.xmax, |first| first.min(self.xmax))
+    }
+
+    /// Whether the transaction had ended, as `pg_visible_in_snapshot` says it.
+    pub fn sees(&self, xid: u64) -> bool {
+        xid < self.xmax && self.running.binary_search(&xid).is_err()
+    }
+}
+
+/// A point in the changelog: what lies after it is what `seen` does not see, what of the last tick comes after the change `bound`, and later epochs.
+#[derive(Clone, Debug)]
+pub struct Point {
+    /// The epoch of the transaction ids.
+    pub epoch: i32,
+    /// What is seen at most.
+    pub seen: Snapshot,
+    /// Of what this one does not see, only changes up to `bound` belong to the point. `None`: all of them.
+    pub settled: Option<Snapshot>,
+    /// The last change that belongs to the point.
+    pub bound: i64,
+    /// Changes with a higher number all lie after the point; of the others, some may.
+    pub high: i64,
+}
+
+impl Point {
+    /// A transaction id below which all changes of the epoch belong to the point.
+    pub fn oldest_unseen(&self) -> u64 {
+        [Some(&self.seen), self.settled.as_ref()].into_iter().flatten().map(Snapshot::oldest_unseen).min().unwrap_or(0)
+    }
+
+    /// Whether the other point sees more.
+    pub fn is_before(&self, other: &Point) -> bool {
+        self.epoch < other.epoch || self.epoch == other.epoch && (self.seen.xmax, self.bound_or_all()) < (other.seen.xmax, other.bound_or_all())
+    }
+
+    fn bound_or_all(&self) -> i64 {
+        if self.settled.is_some() { self.bound } else { i64::MAX }
+    }
+
+    /// Whether a change lies after the point. For the changes of one key, in their order, it is false up to some change and true from there on.
+    pub fn precedes(&self, epoch: i32, xid: u64, seq: i64) -> bool {
+        epoch > self.epoch
+            || epoch == self.epoch && (!self.seen.sees(xid) || seq > self.bound && self.settled.as_ref().is_some_and(|settled| !settled.sees(xid)))
+    }
+}
 
 /// The snapshot with transaction `own` counted as running. `None` if either text is not what PostgreSQL writes.
 pub fn with_running(snapshot: &str, own: &str) -> Option<String> {
@@ -38,7 +105,30 @@ pub fn with_ended(snapshot: &str, own: &str) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::{with_ended, with_running};
+    #![allow(clippy::unwrap_used)]
+    use super::{Point, Snapshot, with_ended, with_running};
+
+    #[test]
+    fn a_snapshot_sees_what_had_ended() {
+        let snapshot = Snapshot::parse("100:110:100,105").unwrap();
+        let seen: Vec<u64> = (98..112).filter(|xid| snapshot.sees(*xid)).collect();
+        assert_eq!(seen, [98, 99, 101, 102, 103, 104, 106, 107, 108, 109]);
+        assert_eq!(Snapshot::parse("1:1:").map(|empty| empty.sees(0)), Some(true));
+        for text in ["", "1:2", "1:2:x", "1:2:3:4"] {
+            assert_eq!(Snapshot::parse(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn what_follows_a_point_is_unseen_or_behind_its_last_change_or_of_a_later_epoch() {
+        let tag = Point { epoch: 2, seen: Snapshot::parse("100:110:105").unwrap(), settled: None, bound: 0, high: 50 };
+        assert!(!tag.precedes(1, 999, 60) && !tag.precedes(2, 104, 60));
+        assert!(tag.precedes(2, 105, 1) && tag.precedes(2, 110, 1) && tag.precedes(3, 1, 1));
+        let position = Point { settled: Snapshot::parse("100:103:").into(), bound: 40, ..tag };
+        assert!(!position.precedes(2, 102, 41), "of an earlier tick");
+        assert!(!position.precedes(2, 104, 40) && position.precedes(2, 104, 41), "of the tick the position lies in");
+        assert!(position.precedes(2, 110, 1));
+    }
 
     #[test]
     fn an_ended_transaction_leaves_those_before_it_running() {
