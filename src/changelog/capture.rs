@@ -210,7 +210,7 @@ unsafe fn capture(trigger: *mut pg_sys::TriggerData) {
             Event::Update => unsafe { may_change_keys(trigger) }.then_some(Move::Changed),
         };
         if let Some(went) = went {
-            gone::follow(session, oid, fingerprint, went);
+            gone::follow(session, table, oid, fingerprint, went);
         }
         let wrote = order::next_write();
         let written = if event == Event::Truncate {
@@ -241,6 +241,7 @@ pub fn whole(session: &Session, table: pg_sys::Oid, name: &str, event: Event) {
     let (layout, _) = layout(session, table, &shape);
     let statement = Prepared::new(&sql(&shape, name, event, false), &TYPES[..4]);
     let epoch = epoch::required(session);
+    gone::follow_partition(session, table, name, if event == Event::Truncate { Move::Emptied } else { Move::Joined });
     let written = session.run_prepared_latest(&statement, &[arg(table), arg(layout), arg(Instant::now()), arg(epoch)]);
     if !written.is_empty() {
         ring(table);

@@ -100,6 +100,8 @@ pub enum Move {
     Changed,
     /// The table is about to be emptied.
     Emptied,
+    /// All rows of the table came, as a partition that was attached.
+    Joined,
 }
 
 /// A table's statements, as long as its columns, its key and the table of its keys stay as they are.
@@ -113,21 +115,21 @@ thread_local! {
     static COMPILED: RefCell<HashMap<(u32, Move), Compiled>> = RefCell::new(HashMap::new());
 }
 
-/// Follows what the capture trigger sees: transition tables are known by name, rights are the extension owner's.
-pub fn follow(session: &Session, relation: pg_sys::Oid, fingerprint: u64, what: Move) {
+/// Follows what the capture trigger sees: transition tables are known by name, rights are the extension owner's. `written` is the state table or a partition
+/// of it.
+pub fn follow(session: &Session, relation: pg_sys::Oid, written: pg_sys::Oid, fingerprint: u64, what: Move) {
     let known = |all: &HashMap<(u32, Move), Compiled>| {
-        let found = all.get(&(relation.to_u32(), what)).filter(|found| found.fingerprint == fingerprint)?;
+        let found = all.get(&(written.to_u32(), what)).filter(|found| found.fingerprint == fingerprint)?;
         Some((found.table, found.statements.clone()))
     };
     let found = COMPILED.with_borrow(known).and_then(|(oid, statements)| Some((blocks(oid)?, statements)));
     let (blocks, statements) = match found {
         Some(found) => found,
         None => {
-            let (Some((oid, name)), Some(table)) = (find(session, relation), name_of(session, relation)) else { return };
-            let shape = Shape::load(session, relation);
-            let statements: Vec<_> = sql(&shape, &table, &name, what).iter().map(|text| Rc::new(Prepared::new(text, &[]))).collect();
+            let (Some((oid, name)), Some(table)) = (find(session, relation), name_of(session, written)) else { return };
+            let statements = prepared(session, relation, &table, &name, what);
             let compiled = Compiled { fingerprint, table: oid, statements: statements.clone() };
-            COMPILED.with_borrow_mut(|all| all.insert((relation.to_u32(), what), compiled));
+            COMPILED.with_borrow_mut(|all| all.insert((written.to_u32(), what), compiled));
             (blocks(oid).unwrap_or(1), statements)
         }
     };
@@ -142,6 +144,18 @@ pub fn follow(session: &Session, relation: pg_sys::Oid, fingerprint: u64, what: 
             session.run_own(&statement, &[]);
         }
     }
+}
+
+/// Follows a partition that is attached (`Joined`) or leaves (`Emptied`) with all its rows; `table` is its name as SQL writes it.
+pub fn follow_partition(session: &Session, relation: pg_sys::Oid, table: &str, what: Move) {
+    let Some((_, name)) = find(session, relation) else { return };
+    prepared(session, relation, table, &name, what).iter().for_each(|statement| {
+        session.run_own_latest(statement, &[]);
+    });
+}
+
+fn prepared(session: &Session, relation: pg_sys::Oid, table: &str, keys: &str, what: Move) -> Vec<Rc<Prepared>> {
+    sql(&Shape::load(session, relation), table, keys, what).iter().map(|text| Rc::new(Prepared::new(text, &[]))).collect()
 }
 
 /// How many blocks a table has; `None` where it is gone.
@@ -185,5 +199,6 @@ fn sql(shape: &Shape, table: &str, keys: &str, what: Move) -> Vec<String> {
             vec![add("stint_old", &except), take("stint_new")]
         }
         Move::Emptied => vec![add(&format!("ONLY {table}"), "")],
+        Move::Joined => vec![take(&format!("ONLY {table}"))],
     }
 }
