@@ -107,6 +107,7 @@ CALLS = {
     "project": {"relation": "projected"},
     "skip_event": {"relation": "projected", "seq": "1"},
     "require_fresh": {"relation": "projected"},
+    "expire_record": {"before": "2020-01-01"},
     "utc_text": {"at": "2026-01-01"},
     "looked_up": {"found": "{}", "ord": "1"},
     "tick": {},
