@@ -109,7 +109,6 @@ CALLS = {
     "require_fresh": {"relation": "projected"},
     "expire_record": {"before": "2020-01-01"},
     "utc_text": {"at": "2026-01-01"},
-    "looked_up": {"found": "{}", "ord": "1"},
     "tick": {},
     "changes": {"relation": "goods"},
     "export_changes": {"relation": "goods"},
@@ -130,6 +129,7 @@ CALLS = {
 NOT_WALKED = {
     "capture": "a trigger function",
     "keep_events": "a trigger function",
+    "looked_up": "takes what a lookup found",
     "placed": "a trigger function",
     "image": "takes any number of values of any type",
 }
@@ -223,7 +223,7 @@ def signature(conn, function):
 
 
 # Tables to which the maintenance worker adds on its own.
-BY_THE_WORKER = {"stint.ticks", "stint.task_event_ticks", "stint.rollup_epochs", "stint.rollup_marks", "stint.usage_rollups", "stint.task_rollups"}
+BY_THE_WORKER = {"stint.ticks", "stint.projection_positions", "stint.task_event_ticks", "stint.rollup_epochs", "stint.rollup_marks", "stint.usage_rollups", "stint.task_rollups"}
 
 
 def stored(conn):
