@@ -34,7 +34,7 @@ REVOKE ALL ON stint.event_log FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.event_log', '');
 
 CREATE FUNCTION stint.keep_events() RETURNS trigger
-    LANGUAGE c AS 'MODULE_PATHNAME', 'keep_events_wrapper';
+    LANGUAGE c SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'keep_events_wrapper';
 COMMENT ON FUNCTION stint.keep_events() IS
 'Trigger of the record: an event is neither changed nor removed by hand, whoever asks (55000); stint.expire_record removes old ones.';
 REVOKE ALL ON FUNCTION stint.keep_events() FROM PUBLIC;
