@@ -34,7 +34,7 @@ REVOKE ALL ON stint.event_log FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.event_log', '');
 
 CREATE FUNCTION stint.keep_events() RETURNS trigger
-    LANGUAGE c AS 'MODULE_PATHNAME', 'keep_events_wrapper';
+    LANGUAGE c SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'keep_events_wrapper';
 COMMENT ON FUNCTION stint.keep_events() IS
 'Trigger of the record: an event is neither changed nor removed by hand, whoever asks (55000); stint.expire_record removes old ones.';
 REVOKE ALL ON FUNCTION stint.keep_events() FROM PUBLIC;
@@ -190,7 +190,7 @@ REVOKE ALL ON FUNCTION stint.record_many(jsonb) FROM PUBLIC;
 
 CREATE FUNCTION stint.create_projection(name text, relation regclass, types text[], columns jsonb, kind text DEFAULT 'upsert', freshness interval DEFAULT '0',
                                         on_error text DEFAULT 'set_aside', replace_rows boolean DEFAULT false) RETURNS void
-    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'create_projection_wrapper';
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp SET intervalstyle = 'postgres' AS 'MODULE_PATHNAME', 'create_projection_wrapper';
 COMMENT ON FUNCTION stint.create_projection(text, regclass, text[], jsonb, text, interval, text, boolean) IS
 $$Makes events of the record into rows of a state table; only the table's owner may. From then on the table has no other feed: stint.merge refuses it.
 
@@ -215,7 +215,7 @@ Locks: as stint.create_projection.';
 REVOKE ALL ON FUNCTION stint.drop_projection(text) FROM PUBLIC;
 
 CREATE FUNCTION stint.rebuild(relation regclass, retry boolean DEFAULT true) RETURNS TABLE (events bigint, inserted bigint, updated bigint, deleted bigint, set_aside bigint)
-    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'rebuild_wrapper';
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp SET intervalstyle = 'postgres' AS 'MODULE_PATHNAME', 'rebuild_wrapper';
 COMMENT ON FUNCTION stint.rebuild(regclass, boolean) IS
 'Folds the record anew and writes what differs into the table, so that the changelog shows true differences only; only the owner may. It goes on while events arrive: those are held up
 only while the last of them are folded and the difference is written. retry: poisoned events are tried again, each in its place in the order; false: they stay aside.
@@ -224,7 +224,7 @@ Errors: 42704 the table has no projection, 42501 not its owner, and what writing
 REVOKE ALL ON FUNCTION stint.rebuild(regclass, boolean) FROM PUBLIC;
 
 CREATE FUNCTION stint.verify(relation regclass) RETURNS TABLE (key jsonb, what text, expected jsonb, actual jsonb)
-    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'verify_wrapper';
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp SET intervalstyle = 'postgres' AS 'MODULE_PATHNAME', 'verify_wrapper';
 COMMENT ON FUNCTION stint.verify(regclass) IS
 'The keys in which a table is not what the record says, at one point and as far as the table is folded; no row where all is well. what: missing, extra or different; expected: the row as the
 record gives it; actual: the row there is. Changes nothing, waits for nobody and holds up nobody. Only the owner may. Use in FROM.
@@ -255,3 +255,24 @@ after: the pos of the last event that was dealt with, null for the beginning; ma
 pos: keep it as it is. Events come in passes, each in the order of seq: what a later pass brings may have a lower seq, but of one key of a projected table they come in the order of commits.
 Writes nothing, takes no locks. Errors: 22023 no position. Use in FROM.';
 REVOKE ALL ON FUNCTION stint.events_after(text[], text, integer) FROM PUBLIC;
+
+CREATE TABLE stint.base_images (
+    relation   regclass NOT NULL,
+    tombstones boolean NOT NULL,
+    part       integer NOT NULL,
+    rows       jsonb NOT NULL,
+    PRIMARY KEY (relation, tombstones, part)
+);
+COMMENT ON TABLE stint.base_images IS 'What projected tables were after the events that stint.expire_record removed: rebuild and verify begin here';
+COMMENT ON COLUMN stint.base_images.tombstones IS 'whether these are rows of the table of tombstones';
+COMMENT ON COLUMN stint.base_images.rows IS 'an array of rows';
+REVOKE ALL ON stint.base_images FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.base_images', '');
+
+CREATE FUNCTION stint.expire_record(before timestamptz) RETURNS bigint
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp SET intervalstyle = 'postgres' AS 'MODULE_PATHNAME', 'expire_record_wrapper';
+COMMENT ON FUNCTION stint.expire_record(timestamptz) IS
+'Removes the events that come before the first one recorded at or after a time, and returns how many. For each projected table what they amount to is stored first; rebuild and verify begin there.
+Events stay that a table has not folded yet or that are poisoned, and all after them. An id that was removed can be recorded anew.
+Errors: 22004, 25001 in a transaction that has written something or runs under REPEATABLE READ or SERIALIZABLE. Locks: the fold of each projected table until the transaction ends; recorders do not wait.';
+REVOKE ALL ON FUNCTION stint.expire_record(timestamptz) FROM PUBLIC;

@@ -101,7 +101,7 @@ struct Facts {
 }
 
 /// Keeps projections as they are while events are recorded; who changes them takes the stronger lock.
-fn hold_projections() {
+pub fn hold_projections() {
     // SAFETY: a catalogue look-up and the lock that inserting takes anyway.
     unsafe { pg_sys::LockRelationOid(log(), pg_sys::RowExclusiveLock as i32) };
 }

@@ -4,6 +4,7 @@
 pub mod append;
 pub mod apply;
 pub mod config;
+pub mod expire;
 pub mod feed;
 pub mod freshness;
 pub mod keep;

@@ -35,6 +35,7 @@ static NAMES_OF: Statement =
 static DELETE: Statement = Statement::new(c"DELETE FROM stint.projection_config c WHERE c.name = $1", &[pg_sys::TEXTOID]);
 static FORGET_POSITIONS: Statement = Statement::new(c"DELETE FROM stint.projection_positions p WHERE p.relation = $1", &[pg_sys::OIDOID]);
 static FORGET_ASIDE: Statement = Statement::new(c"DELETE FROM stint.events_aside a WHERE a.relation = $1", &[pg_sys::OIDOID]);
+static FORGET_BASE: Statement = Statement::new(c"DELETE FROM stint.base_images b WHERE b.relation = $1", &[pg_sys::OIDOID]);
 // A table dropped without ceremony leaves its projections behind; its oid may come back.
 static FORGET_DROPPED: Statement =
     Statement::new(c"DELETE FROM stint.projection_config c WHERE NOT EXISTS (SELECT FROM pg_class t WHERE t.oid = c.relation)", &[]);
@@ -197,6 +198,7 @@ fn drop_projection(name: Option<&str>) {
         if of_table == 1 {
             session.run(&FORGET_POSITIONS, &[arg(oid)]);
             session.run(&FORGET_ASIDE, &[arg(oid)]);
+            session.run(&FORGET_BASE, &[arg(oid)]);
         }
         // SAFETY: as in create_projection.
         unsafe { pg_sys::CacheInvalidateRelcacheByRelid(oid) };

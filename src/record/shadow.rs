@@ -4,7 +4,8 @@ use super::append::events_at_once;
 use super::apply::{self, Poisoned};
 use super::config::Projected;
 use crate::relation::Relation;
-use crate::spi::{Moment, Session, Statement, arg};
+use crate::spi::{Identity, Moment, Prepared, Session, Statement, arg};
+use crate::values::RawJsonb;
 use pgrx::prelude::*;
 
 static NAMES: Statement = Statement::new(
@@ -23,6 +24,16 @@ static DECLARE: Statement = Statement::new(
     &[pg_sys::OIDOID, pg_sys::OIDOID, pg_sys::TEXTOID],
 );
 static FORGET: Statement = Statement::new(c"DELETE FROM stint.state_config c WHERE c.relation = $1", &[pg_sys::OIDOID]);
+
+static BASE: Statement = Statement::new(
+    c"SELECT b.rows FROM stint.base_images b WHERE b.relation = $1 AND b.tombstones = $2 ORDER BY b.part",
+    &[pg_sys::OIDOID, pg_sys::BOOLOID],
+);
+static FORGET_BASE: Statement = Statement::new(c"DELETE FROM stint.base_images b WHERE b.relation = $1", &[pg_sys::OIDOID]);
+static ADD_BASE: Statement = Statement::new(
+    c"INSERT INTO stint.base_images (relation, tombstones, part, rows) VALUES ($1, $2, $3, $4)",
+    &[pg_sys::OIDOID, pg_sys::BOOLOID, pg_sys::INT4OID, pg_sys::JSONBOID],
+);
 
 /// How far a table is folded.
 #[derive(Clone, Default)]
@@ -152,8 +163,53 @@ impl Point {
     }
 }
 
+/// The columns of a table that PostgreSQL does not fill itself, as SQL lists them.
+fn written(relation: &Relation) -> String {
+    let columns = relation.columns.iter().enumerate();
+    let written = columns.filter(|(at, column)| relation.key.contains(at) || (!column.generated && column.identity.is_none()));
+    written.map(|(_, column)| column.quoted.as_str()).collect::<Vec<_>>().join(", ")
+}
+
+/// Pages of a table whose rows make one part of an image.
+const PAGES: i32 = 256;
+
+/// Stores the rows of a table. Its types may have casts of the owner's, so it is read as that role.
+fn store(session: &Session, relation: &Relation, tombstones: bool, name: &str, columns: &str) {
+    let sql = format!(
+        "SELECT coalesce(jsonb_agg(to_jsonb(x.*)), '[]'), pg_relation_size('{0}') > current_setting('block_size')::int8 * $2
+         FROM (SELECT {columns} FROM {name} WHERE ctid >= format('(%s,0)', $1)::tid AND ctid < format('(%s,0)', $2)::tid) x",
+        name.replace('\'', "''")
+    );
+    let read = Prepared::new(&sql, &[pg_sys::INT4OID, pg_sys::INT4OID]);
+    for part in 0.. {
+        let rows = {
+            let _restricted = Identity::restricted(relation.owner);
+            session.run_prepared(&read, &[arg(part * PAGES), arg((part + 1) * PAGES)])
+        };
+        session.run(&ADD_BASE, &[arg(relation.oid), arg(tombstones), arg(part), arg(rows.must::<RawJsonb>(0, 1))]);
+        if !rows.must::<bool>(0, 2) {
+            return;
+        }
+    }
+}
+
+/// Fills a table with the stored rows.
+fn load(session: &Session, relation: &Relation, tombstones: bool, name: &str, columns: &str) {
+    let parts = session.run_latest(&BASE, &[arg(relation.oid), arg(tombstones)]);
+    if parts.is_empty() {
+        return;
+    }
+    let list = if columns == "*" { String::new() } else { format!("({columns})") };
+    let sql = format!("INSERT INTO {name} {list} SELECT {columns} FROM jsonb_populate_recordset(NULL::{name}, $1)");
+    let fill = Prepared::new(&sql, &[pg_sys::JSONBOID]);
+    let _restricted = Identity::restricted(relation.owner);
+    for part in 0..parts.len() {
+        session.run_prepared(&fill, &[arg(parts.must::<RawJsonb>(part, 1))]);
+    }
+}
+
 impl Shadow {
-    /// Makes an empty one.
+    /// Makes one that holds what the record began with: nothing, or what events that were removed since had amounted to.
     pub fn make(session: &Session, relation: &Relation) -> Self {
         let names = session.run(&NAMES, &[arg(relation.oid), arg(relation.schema.as_str()), arg(relation.owner)]);
         let (name, beside, owner): (String, String, String) = (names.must(0, 1), names.must(0, 2), names.must(0, 4));
@@ -170,6 +226,13 @@ impl Shadow {
         }
         let oid: pg_sys::Oid = session.run(&OID, &[arg(name.as_str())]).must(0, 1);
         session.run(&DECLARE, &[arg(relation.oid), arg(oid), original.as_ref().and_then(|_| arg(beside.as_str()))]);
+        let mut kept = vec![(false, name.as_str(), written(relation))];
+        if original.is_some() {
+            kept.push((true, beside.as_str(), "*".to_string()));
+        }
+        for (tombstones, name, columns) in kept {
+            load(session, relation, tombstones, name, &columns);
+        }
         Shadow { name, tombstones: original.map(|original| (beside, original)), events: 0, poisoned: Vec::new(), oid }
     }
 
@@ -188,6 +251,15 @@ impl Shadow {
             if i32::try_from(seqs.len()).is_ok_and(|read| read < at_once) {
                 return;
             }
+        }
+    }
+
+    /// Stores what it holds as that which the fold of the table begins with.
+    pub fn keep(&self, session: &Session, relation: &Relation) {
+        session.run(&FORGET_BASE, &[arg(relation.oid)]);
+        store(session, relation, false, &self.name, &written(relation));
+        if let Some((tombstones, _)) = &self.tombstones {
+            store(session, relation, true, tombstones, "*");
         }
     }
 

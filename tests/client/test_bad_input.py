@@ -108,8 +108,8 @@ CALLS = {
     "project": {"relation": "projected"},
     "skip_event": {"relation": "projected", "seq": "1"},
     "require_fresh": {"relation": "projected"},
+    "expire_record": {"before": "2020-01-01"},
     "utc_text": {"at": "2026-01-01"},
-    "looked_up": {"found": "{}", "ord": "1"},
     "tick": {},
     "changes": {"relation": "goods"},
     "export_changes": {"relation": "goods"},
@@ -135,6 +135,7 @@ CALLS = {
 NOT_WALKED = {
     "capture": "a trigger function",
     "keep_events": "a trigger function",
+    "looked_up": "takes what a lookup found",
     "placed": "a trigger function",
     "follow_ddl": "an event trigger function",
     "image": "takes any number of values of any type",
@@ -211,7 +212,7 @@ def walked(server):
         conn.execute("""SELECT stint.create_projection('p', 'projected', '{told}', '{"id": "payload.id"}')""")
         conn.execute("""SELECT stint.create_lookup('l', 'goods', '{told}', '{"id": "payload.id"}', '{name}')""")
         conn.execute("""SELECT stint.record('s', 'told', '{"id": "poison"}', event_id => 'e')""")
-        conn.execute("UPDATE stint.events_aside SET seq = 1")
+        conn.execute("UPDATE stint.events_aside SET seq = 1, state = 'skipped'")
         conn.execute("SET statement_timeout = '20 s'")
         yield conn, {"$id": str(running.id), "$lease": str(running.lease)}
     server.drop_database("walked")
@@ -229,7 +230,7 @@ def signature(conn, function):
 
 
 # Tables to which the maintenance worker adds on its own.
-BY_THE_WORKER = {"stint.ticks", "stint.task_event_ticks", "stint.rollup_epochs", "stint.rollup_marks", "stint.usage_rollups", "stint.task_rollups"}
+BY_THE_WORKER = {"stint.ticks", "stint.projection_positions", "stint.task_event_ticks", "stint.rollup_epochs", "stint.rollup_marks", "stint.usage_rollups", "stint.task_rollups"}
 
 
 def stored(conn):
@@ -261,7 +262,7 @@ def faults_of(error, argument, given, args):
         return f"no hint: {text[:200]}"
     about = [argument, *(v for v in args.values() if v and len(v) < 200)]
     # What the message calls the thing, where that is not what was given.
-    about += {"tasks": ["task "], "items": ["item "], "relations": ["pg_catalog.pg_class"]}.get(argument, [])
+    about += {"tasks": ["task "], "items": ["item "], "events": ["event "], "relations": ["pg_catalog.pg_class"]}.get(argument, [])
     # Of an array, the element that is wrong.
     named = [word for word in re.findall('"([^"]*)"', text) if word in (given or "")]
     if not named and not any(word in text for word in about):
@@ -299,7 +300,13 @@ def test_bad_input_is_refused_properly_or_works(walked, function):
 def test_what_must_be_given_cannot_be_null_or_empty(walked, function):
     """Of the arguments a call cannot do without, none may be null; a name may not be empty."""
     conn, ids = walked
+<<<<<<< HEAD
     if function in ("row_as_of", "point_is_kept", "image_row"):
+||||||| a89a134
+    if function in ("images_after", "image_row"):
+=======
+    if function in ("images_after", "image_row", "utc_text"):
+>>>>>>> record
         pytest.skip("takes nulls")
     types = signature(conn, function)
     good = {name: ids.get(v, v) for name, v in CALLS[function].items()}

@@ -23,7 +23,7 @@ def test_freshness_tells_lag_and_events_that_wait(conn):
     assert (state.ok, state.behind, state.held_up_by) == (True, 3, None) and 0 < state.seconds < 60
     assert value(conn, "SELECT stint.require_fresh('goods') BETWEEN '1 us' AND '1 minute'")
     call(conn, "project", relation="goods", max=2)
-    assert fresh(conn).behind == 1
+    assert fresh(conn).behind in (0, 1), "the worker goes on with a pass that was begun"
     fold_all(conn)
     assert (fresh(conn).behind, fresh(conn).seconds) == (0, 0)
 
@@ -39,7 +39,7 @@ def test_what_is_too_old_is_refused_with_lag_and_cause(conn, connect):
     until(conn, "SELECT NOT ok FROM stint.freshness")
     with pytest.raises(psycopg.Error) as error:
         call(conn, "require_fresh", relation="goods")
-    assert error.value.sqlstate == "55000" and "200" in str(error.value) and "goods" in str(error.value)
+    assert error.value.sqlstate == "55000" and "00:00:00.2 is allowed" in str(error.value) and "goods" in str(error.value)
     assert str(other.info.backend_pid) in error.value.diag.message_detail
     other.execute("COMMIT")
     until(conn, "SELECT ok AND behind = 0 FROM stint.freshness")

@@ -181,11 +181,10 @@ def test_a_lagging_table_is_folded_in_bounded_writes_and_loses_nothing(conn):
     declare(conn, freshness="1 hour")
     call(conn, "record_many", events=json.dumps([{"source": "s", "type": "stock", "payload": {"sku": str(n % 7), "qty": n}} for n in range(100)]))
     assert goods(conn) == []
-    folded = 0
+    # The worker may go on with a pass that was begun.
     while done := call(conn, "project", relation="goods", max=30)[0][0]:
-        folded += done
+        assert done <= 30
         assert rows(conn, "SELECT * FROM stint.verify('goods')") == [], "what is folded is what the record says so far"
-    assert folded == 100
     assert goods(conn, "sku, qty") == [(str(k), max(n for n in range(100) if n % 7 == k)) for k in range(7)]
     record(conn, sku="0", qty=1000)
     done = call(conn, "rebuild", relation="goods")[0]

@@ -115,6 +115,50 @@ def test_one_by_one_and_batches_and_rebuild_give_the_same(conn, engine, seed):
     assert results[0] == results[1] == results[2] and results[0]
 
 
+@pytest.mark.parametrize("engine", [e for e in ENGINES if "groups" not in e])
+@pytest.mark.parametrize("freshness", ["0", "1 hour"])
+def test_what_removed_events_amounted_to_stays(conn, engine, freshness):
+    """Events go bit by bit, in the midst of those that keep arriving; the table stays what all of them say, deleted keys and their sequences included."""
+    columns = {name: f"payload.{name}" for name in ("sku", "qty", "note", "at")}
+    declare(conn, engine, freshness=freshness, columns=columns)
+    project(conn, "gone", ["gone"], {name: columns[name] for name in ("sku", "at")}, kind="delete", freshness=freshness)
+    rng, all_removed = random.Random(engine), 0
+    for round in range(6):
+        for _ in range(15):
+            record(conn, rng.choice(["stock", "stock", "gone", "other"]), sku=str(rng.randrange(4)), qty=rng.random(), note="n", at=f"2020-01-{rng.randrange(1, 20):02}")
+        if freshness != "0":
+            call(conn, "project", relation="goods", max=10)
+        before = goods(conn)
+        removed = value(conn, "SELECT stint.expire_record(clock_timestamp())")
+        all_removed += removed
+        assert removed > 0 or freshness != "0"
+        assert goods(conn) == before or freshness != "0", "only the worker, with a pass that was begun, changes the table meanwhile"
+        assert rows(conn, "SELECT * FROM stint.verify('goods')") == []
+    if freshness != "0":
+        fold_all(conn)
+    verified(conn)
+    assert value(conn, "SELECT count(*) FROM stint.record_events") == 90 - all_removed
+    assert all_removed == 90 or freshness != "0"
+
+
+def test_events_that_somebody_still_needs_are_not_removed(conn, connect):
+    declare(conn)
+    record(conn, sku="a", qty=1)
+    poison = record(conn, sku="b", qty="many")
+    record(conn, sku="c", qty=1)
+    assert value(conn, "SELECT stint.expire_record(clock_timestamp() - interval '1 hour')") == 0
+    assert value(conn, "SELECT stint.expire_record(clock_timestamp())") == 1
+    call(conn, "skip_event", relation="goods", seq=poison)
+    late = connect()
+    late.execute("BEGIN")
+    record(late, sku="d", qty=1)
+    assert value(conn, "SELECT stint.expire_record(clock_timestamp())") == 2
+    late.execute("COMMIT")
+    assert value(conn, "SELECT count(*) FROM stint.record_events") == 1
+    verified(conn)
+    assert goods(conn, "sku") == [("a",), ("c",), ("d",)]
+
+
 def test_only_the_owner_of_a_projected_table_rebuilds_it(conn):
     conn.execute("CREATE TABLE goods (sku text PRIMARY KEY); SELECT stint.create_state('goods', 'deduplicate')")
     for verb in "rebuild", "verify":
