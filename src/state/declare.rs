@@ -1,6 +1,7 @@
 //! `create_state` and `drop_state`: what makes a table a state table.
 
 use super::config::Config;
+use super::merge::{explaining, unreadable};
 use super::rights;
 use crate::changelog::capture;
 use crate::errors::{self, Fault};
@@ -120,7 +121,8 @@ pub fn check(relation: &Relation, table: &mut state::Table, config: &Config) -> 
 pub fn check_defaults(session: &Session, relation: &Relation, table: &state::Table) {
     let Some(sql) = compile::read_defaults(table) else { return };
     let _restricted = Identity::restricted(relation.owner);
-    session.execute_once(&sql);
+    let hint = |code| unreadable(code).then_some("Write each default in fields as PostgreSQL writes a value of the column's type.");
+    explaining(&format!("The defaults are for {}.", relation.qualified), hint, || session.execute_once(&sql));
 }
 
 /// Raises a refusal of the core with the SQLSTATE that fits.

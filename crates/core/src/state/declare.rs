@@ -585,8 +585,12 @@ mod tests {
 
     #[test]
     fn fields_without_a_function_take_the_one_for_all_and_else_the_engines() {
-        let declared =
-            fields("aggregation", Some(&["seq"]), r#"{"*": "max", "price": "sum", "shape": "last_value", "stock": {"default": 0, "ignore_retract": true}}"#, None);
+        let declared = fields(
+            "aggregation",
+            Some(&["seq"]),
+            r#"{"*": "max", "price": "sum", "shape": "last_value", "stock": {"default": 0, "ignore_retract": true}}"#,
+            None,
+        );
         let Ok(declared) = declared else { unreachable!("{declared:?}") };
         let functions: Vec<Option<&str>> = declared.fields.iter().map(|field| field.function.as_ref().map(Function::name)).collect();
         assert_eq!(functions[1..5], [Some("sum"), Some("max"), None, Some("max")]);
