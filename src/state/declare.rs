@@ -75,6 +75,7 @@ fn describe_column(session: &Session, column: &Column, in_key: bool) -> state::C
         family,
         schema,
         default: None,
+        null_sets: false,
         // An identity column is left alone, unless it is the key and lets itself be named.
         written: !column.generated && (column.identity.is_none() || (in_key && column.identity == Some('d'))),
         less: operator(less),
@@ -93,7 +94,6 @@ fn family(session: &Session, type_oid: pg_sys::Oid) -> (Family, String) {
         ("int2" | "int4" | "int8", true) => Family::Integer,
         ("numeric", true) => Family::Numeric,
         ("float4" | "float8", true) => Family::Float,
-        ("money", true) => Family::Money,
         ("interval", true) => Family::Interval,
         ("bool", true) => Family::Boolean,
         ("text" | "varchar", true) => Family::Text,
@@ -105,7 +105,7 @@ fn family(session: &Session, type_oid: pg_sys::Oid) -> (Family, String) {
     (family, schema)
 }
 
-/// Checks a declaration against the table and gives its defaults to the columns.
+/// Checks a declaration against the table and tells the columns how their nulls are read.
 pub fn check(relation: &Relation, table: &mut state::Table, config: &Config) -> Declaration {
     let declaration = match Declaration::check(table, &config.told()) {
         Ok(declaration) => declaration,
@@ -113,6 +113,7 @@ pub fn check(relation: &Relation, table: &mut state::Table, config: &Config) -> 
     };
     for (column, field) in table.columns.iter_mut().zip(&declaration.fields) {
         column.default.clone_from(&field.default);
+        column.null_sets = field.null_sets;
     }
     declaration
 }

@@ -196,7 +196,7 @@ fn list<T: Copy>(items: &[T], each: impl Fn(T) -> String) -> String {
     items.iter().map(|item| each(*item)).collect::<Vec<_>>().join(", ")
 }
 
-/// The batch as typed rows with their ordinal; PostgreSQL reads the values.
+/// The batch as typed rows with their ordinal; PostgreSQL reads the values. Where an explicit null counts, `h3` says whether the row has the field of `c3`.
 fn rows(table: &Table, columns: &[usize]) -> String {
     let definitions = list(columns, |c| format!("{} {}", table.columns[c].quoted, table.columns[c].type_sql));
     let names = list(columns, |c| format!("c{c}"));
@@ -204,8 +204,16 @@ fn rows(table: &Table, columns: &[usize]) -> String {
         Some(default) => format!("coalesce(c{c}, CAST({} AS {})) AS c{c}", functions::literal(default), table.columns[c].bare),
         None => format!("c{c}"),
     });
-    let selected = if values == names { String::from("*") } else { format!("{values}, ord") };
-    format!("r AS MATERIALIZED (SELECT {selected} FROM ROWS FROM (jsonb_to_recordset($1) AS ({definitions})) WITH ORDINALITY AS x ({names}, ord))")
+    let told: Vec<usize> = columns.iter().copied().filter(|c| table.columns[*c].null_sets).collect();
+    let has = |c: usize| format!("raw ? {} AS h{c}", functions::literal(&table.columns[c].name));
+    let (selected, source, raw) = match told.is_empty() {
+        true if values == names => (String::from("*"), "", ""),
+        true => (format!("{values}, ord"), "", ""),
+        false => (format!("{values}, {}, ord", list(&told, has)), ", jsonb_array_elements($1)", ", raw"),
+    };
+    format!(
+        "r AS MATERIALIZED (SELECT {selected} FROM ROWS FROM (jsonb_to_recordset($1) AS ({definitions}){source}) WITH ORDINALITY AS x ({names}{raw}, ord))"
+    )
 }
 
 struct Compiler<'a> {
