@@ -67,10 +67,11 @@ fn go(session: &Session, plans: &Plans, rows: RawJsonb, rounds: &[Round]) -> Cou
     });
     if absent.is_some() {
         order_removals(plans);
-        // A key that one round deletes is absent in the next, when it is too late to wait for the table.
-        if rounds.iter().any(|round| round.number > 1) {
-            session.execute_once(&plans.lock_table);
-        }
+    }
+    // A key that one round deletes is absent in the next, when it is too late to wait for the table.
+    let deletes_again = absent.is_some() && rounds.iter().any(|round| round.number > 1);
+    if deletes_again || inserts_twice(session, plans, rounds) {
+        session.execute_once(&plans.lock_table);
     }
     lock_for_removal(session, plans, absent, &batch);
     let mut counts = Counts::default();
@@ -78,4 +79,15 @@ fn go(session: &Session, plans: &Plans, rows: RawJsonb, rounds: &[Round]) -> Cou
         counts += apply(session, plans, round.kind, round.rows, round.length);
     }
     counts
+}
+
+/// Whether more than one statement of a batch of several kinds inserts rows: each does in key order, both together would not, and could wait for another writer
+/// who waits for them. A batch of one kind has every key in its first round.
+fn inserts_twice(session: &Session, plans: &Plans, rounds: &[Round]) -> bool {
+    let mixed = rounds.iter().any(|round| round.kind != rounds[0].kind);
+    let inserts = |round: &&Round| {
+        matches!(plans.steps(round.kind), Steps::Upsert { .. } | Steps::Remove { owe: Some(_), .. })
+            && session.run_prepared(plans.count_absent.plan(), &[arg(round.rows)]).must::<i64>(0, 1) > 0
+    };
+    mixed && rounds.iter().filter(inserts).nth(1).is_some()
 }
