@@ -100,6 +100,7 @@ late      rows that changed nothing because newer ones were there already
 It runs as the table's owner; the caller needs INSERT and UPDATE on the table, for deletes DELETE, where they change fields UPDATE as well, and where they subtract from sums to come INSERT.
 Errors: 42704 not a state table, 42501 a right is missing, 22023 rows or kind unfit, 42703 no such column, 23502 a key is missing, 428C9 a column PostgreSQL fills, 54000 too many
 rows, 55000 deletes are refused, and what the table's own types and constraints raise. Under REPEATABLE READ and SERIALIZABLE a concurrent merge of the same key is 40001.
-Locks: rows in key order, then tombstones in key order. A batch of several kinds that inserts rows in more than one round first takes SHARE ROW EXCLUSIVE on the table. Deletes judged by sequence go one after the other per table, and one of a key that has no row first takes SHARE ROW EXCLUSIVE
+Locks: rows in key order, then tombstones in key order. A batch of several kinds, or one that subtracts from sums to come,
+first takes SHARE ROW EXCLUSIVE on the table where a key has no row yet. Deletes judged by sequence go one after the other per table, and one of a key that has no row first takes SHARE ROW EXCLUSIVE
 on the table.$$;
 REVOKE ALL ON FUNCTION stint.merge(regclass, jsonb, text) FROM PUBLIC;

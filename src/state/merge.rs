@@ -249,6 +249,9 @@ pub fn apply(session: &Session, plans: &Plans, kind: Kind, rows: RawJsonb, lengt
         }
         Steps::Remove { folds: false, .. } if repeats => rounds::occurrences(session, plans, kind, rows),
         Steps::Remove { absent, owe, apply, .. } => {
+            if owe.is_some() {
+                lock_for_inserts(session, plans, &batch);
+            }
             lock_for_removal(session, plans, absent.as_ref(), &batch);
             if let Some(owe) = owe {
                 session.run_prepared(owe.plan(), &batch);
@@ -293,6 +296,13 @@ fn settle_with_tombstones(session: &Session, plans: &Plans, after: &After, batch
 pub fn order_removals(plans: &Plans) {
     // SAFETY: a lock that ends with the transaction; it stands for nothing but this, and conflicts with no lock on the table itself.
     unsafe { pg_sys::LockDatabaseObject(pg_sys::RelationRelationId, plans.relation.oid, 0, pg_sys::ExclusiveLock as i32) };
+}
+
+/// Keeps other writers out where rows are locked before others are inserted and a key has no row yet: whoever is inserting it cannot be waited for in key order.
+pub fn lock_for_inserts(session: &Session, plans: &Plans, batch: &[spi::Param]) {
+    if session.run_prepared(plans.count_absent.plan(), batch).must::<i64>(0, 1) > 0 {
+        session.execute_once(&plans.lock_table);
+    }
 }
 
 /// Locks the rows in key order, so that the removal's snapshot shows them as they are. Where sequences are remembered, a key without a row needs the table

@@ -92,7 +92,7 @@ CALLS = {
     "launcher_state": {},
     "worker_state": {},
     "create_state": {"relation": "fresh", "engine": "deduplicate"},
-    "alter_state": {"relation": "goods", "deletes": "ignore"},
+    "alter_state": {"relation": "goods", "deletes": "remove"},
     "drop_state": {"relation": "goods"},
     "merge": {"relation": "goods", "rows": '[{"id": 2, "name": "b", "at": "2026-01-01"}]'},
     "tick": {},
