@@ -34,6 +34,11 @@ impl Compiler<'_> {
         field.is_some_and(|field| field.ignore_retract) || (field.is_none_or(|field| field.function.is_none()) && self.group_of(c).is_none())
     }
 
+    /// Whether the column has a function of its own or stands in a group.
+    fn unplain(&self, c: usize) -> bool {
+        self.group_of(c).is_some() || self.declaration.fields.get(c).is_some_and(|field| field.function.is_some())
+    }
+
     /// The group whose fields hold the column.
     pub(super) fn group_of(&self, c: usize) -> Option<usize> {
         self.groups.iter().position(|group| group.fields.contains(&c))
@@ -54,7 +59,7 @@ impl Compiler<'_> {
             let in_group = self.group_of(c).is_some();
             match kind {
                 // Rows that a tombstone rules out must not be counted, and the tombstone may only come to light once the row is locked.
-                Kind::Upsert if in_group && self.table.tombstones.is_some() => *function == Function::LastValue,
+                Kind::Upsert if self.table.tombstones.is_some() && self.unplain(c) => *function == Function::LastValue && in_group,
                 Kind::Upsert if in_group => *function == Function::LastValue || function.commutes(column),
                 Kind::Upsert => function.folds(column),
                 Kind::Delete | Kind::Retract => self.unretracted(c) || !(in_group && *function == Function::LastNonNullValue),
