@@ -50,7 +50,7 @@ deletes   what merge(kind => 'delete') does: 'remove' (default of deduplicate), 
 fields    aggregation and partial-update: {"column": "function"} or {"column": {"function": ..., "ignore_retract": true, "separator": ..., "distinct": true, "nested_key": [...],
           "nested_sequence": [...], "count_limit": n, "default": ...}}; "*" stands for all columns without a function. Functions: sum, product, count, max, min, first_value,
           first_non_null_value, last_value, last_non_null_value (default of aggregation), bool_and, bool_or, listagg, collect, merge_map, nested_update, hll_union. "default", with any
-          engine, is what a null or missing value in a row stands for
+          engine, is what a null or missing value in a row stands for; {"null": "set"} has an ungrouped column of partial-update take an explicit null
 rowkind   the field of the rows, a text column or none, that carries the kind of each row: +I and +U are upserts, -D a delete, -U a retraction
 changelog whether its changes are captured. Without, there is no <table>_as_of for it, and consumers, watches and tags cannot use it
 history   how long its changes are kept beyond what tags need; null: for ever
@@ -102,6 +102,7 @@ late      rows that changed nothing because newer ones were there already
 It runs as the table's owner; the caller needs INSERT and UPDATE on the table, for deletes DELETE, where they change fields UPDATE as well, and where they subtract from sums to come INSERT.
 Errors: 42704 not a state table, 42501 a right is missing, 22023 rows or kind unfit, 42703 no such column, 23502 a key is missing, 428C9 a column PostgreSQL fills, 54000 too many
 rows, 55000 deletes are refused, and what the table's own types and constraints raise. Under REPEATABLE READ and SERIALIZABLE a concurrent merge of the same key is 40001.
-Locks: rows in key order, then tombstones in key order. Deletes judged by sequence go one after the other per table, and one of a key that has no row first takes SHARE ROW EXCLUSIVE
+Locks: rows in key order, then tombstones in key order. A batch of several kinds, or one that subtracts from sums to come,
+first takes SHARE ROW EXCLUSIVE on the table where a key has no row yet. Deletes judged by sequence go one after the other per table, and one of a key that has no row first takes SHARE ROW EXCLUSIVE
 on the table.$$;
 REVOKE ALL ON FUNCTION stint.merge(regclass, jsonb, text) FROM PUBLIC;

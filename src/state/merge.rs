@@ -191,19 +191,28 @@ fn no_such_field(plans: &Plans, ord: usize, field: &str) -> ! {
 
 /// Adds the table and what to do to what PostgreSQL says of a value it cannot read or store.
 fn explained<R>(plans: &Plans, work: impl FnOnce() -> R) -> R {
-    let category = |code: PgSqlErrorCode| code as isize & 0xfff;
-    let hint = |code| match code {
+    let hint: fn(PgSqlErrorCode) -> Option<&'static str> = |code| match code {
         PgSqlErrorCode::ERRCODE_NOT_NULL_VIOLATION => Some("Every row needs a value for each NOT NULL column, also where only other columns change."),
-        code if category(code) == category(PgSqlErrorCode::ERRCODE_DATA_EXCEPTION) => Some("Give each field a value that its column's type reads."),
+        code if unreadable(code) => Some("Give each field a value that its column's type reads."),
         _ => None,
     };
-    let table = format!("The rows are for {}.", plans.relation.qualified);
+    explaining(&format!("The rows are for {}.", plans.relation.qualified), hint, work)
+}
+
+/// Whether PostgreSQL could not read or compute a value (class 22).
+pub fn unreadable(code: PgSqlErrorCode) -> bool {
+    let category = |code: PgSqlErrorCode| code as isize & 0xfff;
+    category(code) == category(PgSqlErrorCode::ERRCODE_DATA_EXCEPTION)
+}
+
+/// Runs `work`; an error of PostgreSQL's that says nothing of what to do, and for which `hint` knows it, gets the hint and the detail.
+pub fn explaining<R>(detail: &str, hint: fn(PgSqlErrorCode) -> Option<&'static str>, work: impl FnOnce() -> R) -> R {
     PgTryBuilder::new(AssertUnwindSafe(work))
         .catch_others(|error| match error {
             CaughtError::PostgresError(ref report) | CaughtError::ErrorReport(ref report) if report.hint().is_none() => {
                 let code = report.sql_error_code();
                 let Some(hint) = hint(code) else { error.rethrow() };
-                let detail = report.detail().map_or_else(|| table.clone(), |detail| format!("{detail} {table}"));
+                let detail = report.detail().map_or_else(|| detail.to_string(), |said| format!("{said} {detail}"));
                 Fault::new(code, report.message().to_string()).detail(detail).hint(hint).raise()
             }
             other => other.rethrow(),
@@ -244,6 +253,9 @@ pub fn apply(session: &Session, plans: &Plans, kind: Kind, rows: RawJsonb, lengt
         }
         Steps::Remove { folds: false, .. } if count_keys() < i64::from(length) => rounds::occurrences(session, plans, kind, rows),
         Steps::Remove { absent, owe, apply, .. } => {
+            if owe.is_some() {
+                lock_for_inserts(session, plans, &batch);
+            }
             lock_for_removal(session, plans, absent.as_ref(), &batch);
             if let Some(owe) = owe {
                 session.run_prepared(owe.plan(), &batch);
@@ -321,6 +333,13 @@ fn is_without_pages(table: Option<pg_sys::Oid>) -> bool {
 pub fn order_removals(plans: &Plans) {
     // SAFETY: a lock that ends with the transaction; it stands for nothing but this, and conflicts with no lock on the table itself.
     unsafe { pg_sys::LockDatabaseObject(pg_sys::RelationRelationId, plans.relation.oid, 0, pg_sys::ExclusiveLock as i32) };
+}
+
+/// Keeps other writers out where rows are locked before others are inserted and a key has no row yet: whoever is inserting it cannot be waited for in key order.
+pub fn lock_for_inserts(session: &Session, plans: &Plans, batch: &[spi::Param]) {
+    if session.run_prepared(plans.count_absent.plan(), batch).must::<i64>(0, 1) > 0 {
+        session.execute_once(&plans.lock_table);
+    }
 }
 
 /// Locks the rows in key order, so that the removal's snapshot shows them as they are. Where sequences are remembered, a key without a row needs the table

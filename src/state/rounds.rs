@@ -1,7 +1,7 @@
 //! Batches that one statement cannot take: rows of several kinds, or keys that come again where the order of their rows matters more than a fold can keep. They go
 //! in rounds, each a statement over many keys, that do to every key what its rows do one by one.
 
-use super::merge::{Counts, apply, kind_named, lock_for_removal, order_removals};
+use super::merge::{Counts, apply, kind_named, lock_for_inserts, lock_for_removal, order_removals};
 use super::plans::{Plans, Steps};
 use crate::errors;
 use crate::relation::Relation;
@@ -58,8 +58,20 @@ pub fn occurrences(session: &Session, plans: &Plans, kind: Kind, rows: RawJsonb)
     go(session, plans, rows, &rounds(&cut, |_| kind))
 }
 
-/// Locks what all rounds will need in the order in which each statement takes it, since a round that comes later could not go back; then runs them.
+/// Runs the rounds. The first round of a batch of one kind has every key and takes them in order; otherwise what all rounds will need is locked beforehand in
+/// that order, since a round that comes later could not go back.
 fn go(session: &Session, plans: &Plans, rows: RawJsonb, rounds: &[Round]) -> Counts {
+    if rounds.iter().any(|round| round.kind != Kind::Upsert) {
+        lock_for_all(session, plans, rows, rounds);
+    }
+    let mut counts = Counts::default();
+    for round in rounds {
+        counts += apply(session, plans, round.kind, round.rows, round.length);
+    }
+    counts
+}
+
+fn lock_for_all(session: &Session, plans: &Plans, rows: RawJsonb, rounds: &[Round]) {
     let batch = [arg(rows)];
     let absent = rounds.iter().find_map(|round| match plans.steps(round.kind) {
         Steps::Remove { absent, .. } => absent.as_ref(),
@@ -67,15 +79,14 @@ fn go(session: &Session, plans: &Plans, rows: RawJsonb, rounds: &[Round]) -> Cou
     });
     if absent.is_some() {
         order_removals(plans);
-        // A key that one round deletes is absent in the next, when it is too late to wait for the table.
-        if rounds.iter().any(|round| round.number > 1) {
-            session.execute_once(&plans.lock_table);
-        }
+    }
+    // A key that one round deletes is absent in the next, when it is too late to wait for the table.
+    let deletes_again = absent.is_some() && rounds.iter().any(|round| round.number > 1);
+    let inserts = |round: &Round| matches!(plans.steps(round.kind), Steps::Upsert { .. } | Steps::Remove { owe: Some(_), .. });
+    if deletes_again {
+        session.execute_once(&plans.lock_table);
+    } else if rounds.iter().any(inserts) {
+        lock_for_inserts(session, plans, &batch);
     }
     lock_for_removal(session, plans, absent, &batch);
-    let mut counts = Counts::default();
-    for round in rounds {
-        counts += apply(session, plans, round.kind, round.rows, round.length);
-    }
-    counts
 }

@@ -92,7 +92,7 @@ CALLS = {
     "launcher_state": {},
     "worker_state": {},
     "create_state": {"relation": "fresh", "engine": "deduplicate"},
-    "alter_state": {"relation": "goods", "deletes": "ignore"},
+    "alter_state": {"relation": "goods", "deletes": "remove"},
     "drop_state": {"relation": "goods"},
     "merge": {"relation": "goods", "rows": '[{"id": 2, "name": "b", "at": "2026-01-01"}]'},
     "uncaptured": {},
@@ -300,13 +300,7 @@ def test_bad_input_is_refused_properly_or_works(walked, function):
 def test_what_must_be_given_cannot_be_null_or_empty(walked, function):
     """Of the arguments a call cannot do without, none may be null; a name may not be empty."""
     conn, ids = walked
-<<<<<<< HEAD
-    if function in ("row_as_of", "point_is_kept", "image_row"):
-||||||| a89a134
-    if function in ("images_after", "image_row"):
-=======
-    if function in ("images_after", "image_row", "utc_text"):
->>>>>>> record
+    if function in ("row_as_of", "point_is_kept", "image_row", "utc_text"):
         pytest.skip("takes nulls")
     types = signature(conn, function)
     good = {name: ids.get(v, v) for name, v in CALLS[function].items()}

@@ -34,6 +34,11 @@ impl Compiler<'_> {
         field.is_some_and(|field| field.ignore_retract) || (field.is_none_or(|field| field.function.is_none()) && self.group_of(c).is_none())
     }
 
+    /// Whether the column has a function of its own or stands in a group.
+    fn unplain(&self, c: usize) -> bool {
+        self.group_of(c).is_some() || self.declaration.fields.get(c).is_some_and(|field| field.function.is_some())
+    }
+
     /// The group whose fields hold the column.
     pub(super) fn group_of(&self, c: usize) -> Option<usize> {
         self.groups.iter().position(|group| group.fields.contains(&c))
@@ -54,7 +59,7 @@ impl Compiler<'_> {
             let in_group = self.group_of(c).is_some();
             match kind {
                 // Rows that a tombstone rules out must not be counted, and the tombstone may only come to light once the row is locked.
-                Kind::Upsert if in_group && self.table.tombstones.is_some() => *function == Function::LastValue,
+                Kind::Upsert if self.table.tombstones.is_some() && self.unplain(c) => *function == Function::LastValue && in_group,
                 Kind::Upsert if in_group => *function == Function::LastValue || function.commutes(column),
                 Kind::Upsert => function.folds(column),
                 Kind::Delete | Kind::Retract => self.unretracted(c) || !(in_group && *function == Function::LastNonNullValue),
@@ -134,6 +139,11 @@ impl Compiler<'_> {
     pub(super) fn met(&self, c: usize) -> String {
         let name = self.quoted(c);
         let (e, t) = (format!("EXCLUDED.{name}"), format!("t.{name}"));
+        if self.column(c).null_sets {
+            // EXCLUDED holds columns of the table only, so which keys were told their null is looked up.
+            let told = self.same_key(|_, k| format!("f.c{k}"), |_, k| format!("EXCLUDED.{}", self.quoted(k)));
+            return format!("CASE WHEN {e} IS NULL AND NOT EXISTS (SELECT FROM f WHERE f.h{c} AND {told}) THEN {t} ELSE {e} END");
+        }
         let Some(g) = self.group_of(c) else { return self.joined(c, &t, &e) };
         let new = |_: usize, c: usize| format!("EXCLUDED.{}", self.quoted(c));
         let old = |_: usize, c: usize| format!("t.{}", self.quoted(c));
@@ -222,6 +232,7 @@ impl Compiler<'_> {
                     values.push((c, format!("j{c}.v")));
                     continue;
                 }
+                Function::LastNonNullValue if self.column(c).null_sets => pick(format!("max({source}.ord) FILTER (WHERE {source}.h{c})")),
                 // Products are merged in rounds.
                 Function::LastNonNullValue | Function::Product => pick(format!("max({source}.ord) FILTER (WHERE {given})")),
             };

@@ -1,19 +1,13 @@
 //! Rows are deleted or withdrawn.
 
-use super::{Compiler, Kind, Removal, list, rows};
+use super::{Compiler, Kind, Removal, count_absent, list};
 use crate::state::fields::Function;
 use std::fmt::Write;
 
 impl Compiler<'_> {
     fn removal(&self, kind: Kind, apply: String) -> Removal {
-        let target = &self.table.qualified;
-        let rows = rows(self.table, &self.table.key);
         Removal {
-            absent: self
-                .table
-                .tombstones
-                .as_ref()
-                .map(|_| format!("WITH {rows}\nSELECT count(*) FROM r WHERE NOT EXISTS (SELECT FROM {target} t WHERE {})", self.target_key_is("r"))),
+            absent: self.table.tombstones.as_ref().map(|_| count_absent(self.table)),
             owe: self.declaration.owes().then(|| self.owe(kind)),
             apply,
             folds: self.folds(kind),

@@ -22,7 +22,11 @@ impl Compiler<'_> {
         let value = |c: usize| {
             let plain = format!("r.c{c}");
             let lifted = if merged.contains(&c) { self.lifted(c, Kind::Upsert, |c| format!("r.c{c}")) } else { plain.clone() };
-            if lifted == plain { plain } else { format!("{lifted} AS c{c}") }
+            match (lifted == plain, self.column(c).null_sets) {
+                (true, false) => plain,
+                (true, true) => format!("{plain}, r.h{c}"),
+                (false, _) => format!("{lifted} AS c{c}"),
+            }
         };
         let names = list(columns, value);
         match self.older_than_removal() {
@@ -148,6 +152,7 @@ impl Compiler<'_> {
             return String::new();
         }
         let gathering = |c: usize| match self.group_of(c) {
+            None if self.column(c).null_sets => Some(format!("CASE WHEN {alias}.h{c} THEN true END")),
             None => Some(format!("{alias}.c{c}")),
             Some(_) if !self.function(c).gathers() => None,
             Some(g) => match self.present(g, |_, c| format!("{alias}.c{c}")) {
@@ -207,6 +212,9 @@ impl Compiler<'_> {
         let gathered = self.gathered(source, kept, Kind::Upsert, &others);
         for (c, value) in &gathered.values {
             let _ = write!(outputs, ", {value} AS c{c}");
+            if self.column(*c).null_sets {
+                let _ = write!(outputs, ", u.o{c} IS NOT NULL AS h{c}");
+            }
         }
         let _ = write!(
             text,
