@@ -50,7 +50,7 @@ deletes   what merge(kind => 'delete') does: 'remove' (default of deduplicate), 
 fields    aggregation and partial-update: {"column": "function"} or {"column": {"function": ..., "ignore_retract": true, "separator": ..., "distinct": true, "nested_key": [...],
           "nested_sequence": [...], "count_limit": n, "default": ...}}; "*" stands for all columns without a function. Functions: sum, product, count, max, min, first_value,
           first_non_null_value, last_value, last_non_null_value (default of aggregation), bool_and, bool_or, listagg, collect, merge_map, nested_update, hll_union. "default", with any
-          engine, is what a null or missing value in a row stands for
+          engine, is what a null or missing value in a row stands for; {"null": "set"} has an ungrouped column of partial-update take an explicit null
 rowkind   the field of the rows, a text column or none, that carries the kind of each row: +I and +U are upserts, -D a delete, -U a retraction
 
 A table that remembers the sequences of deleted keys is made beside it, named <table>_tombstones, where the declaration needs one.

@@ -1,6 +1,7 @@
 //! `create_state` and `drop_state`: what makes a table a state table.
 
 use super::config::Config;
+use super::merge::{explaining, unreadable};
 use super::rights;
 use crate::changelog::capture;
 use crate::errors::{self, Fault};
@@ -77,6 +78,7 @@ fn describe_column(session: &Session, column: &Column, in_key: bool) -> state::C
         family,
         schema,
         default: None,
+        null_sets: false,
         // An identity column is left alone, unless it is the key and lets itself be named.
         written: !column.generated && (column.identity.is_none() || (in_key && column.identity == Some('d'))),
         less: operator(less),
@@ -95,7 +97,6 @@ fn family(session: &Session, type_oid: pg_sys::Oid) -> (Family, String) {
         ("int2" | "int4" | "int8", true) => Family::Integer,
         ("numeric", true) => Family::Numeric,
         ("float4" | "float8", true) => Family::Float,
-        ("money", true) => Family::Money,
         ("interval", true) => Family::Interval,
         ("bool", true) => Family::Boolean,
         ("text" | "varchar", true) => Family::Text,
@@ -107,7 +108,7 @@ fn family(session: &Session, type_oid: pg_sys::Oid) -> (Family, String) {
     (family, schema)
 }
 
-/// Checks a declaration against the table and gives its defaults to the columns.
+/// Checks a declaration against the table and tells the columns how their nulls are read.
 pub fn check(relation: &Relation, table: &mut state::Table, config: &Config) -> Declaration {
     checked(table, config).unwrap_or_else(|refusal| raise(refusal, relation))
 }
@@ -124,6 +125,7 @@ fn checked(table: &mut state::Table, config: &Config) -> Result<Declaration, Ref
     let declaration = Declaration::check(table, &config.told())?;
     for (column, field) in table.columns.iter_mut().zip(&declaration.fields) {
         column.default.clone_from(&field.default);
+        column.null_sets = field.null_sets;
     }
     Ok(declaration)
 }
@@ -132,7 +134,8 @@ fn checked(table: &mut state::Table, config: &Config) -> Result<Declaration, Ref
 pub fn check_defaults(session: &Session, relation: &Relation, table: &state::Table) {
     let Some(sql) = compile::read_defaults(table) else { return };
     let _restricted = Identity::restricted(relation.owner);
-    session.execute_once(&sql);
+    let hint = |code| unreadable(code).then_some("Write each default in fields as PostgreSQL writes a value of the column's type.");
+    explaining(&format!("The defaults are for {}.", relation.qualified), hint, || session.execute_once(&sql));
 }
 
 /// Raises a refusal of the core with the SQLSTATE that fits.

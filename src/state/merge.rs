@@ -181,19 +181,28 @@ fn no_such_field(plans: &Plans, ord: usize, field: &str) -> ! {
 
 /// Adds the table and what to do to what PostgreSQL says of a value it cannot read or store.
 fn explained<R>(plans: &Plans, work: impl FnOnce() -> R) -> R {
-    let category = |code: PgSqlErrorCode| code as isize & 0xfff;
     let hint = |code| match code {
         PgSqlErrorCode::ERRCODE_NOT_NULL_VIOLATION => Some("Every row needs a value for each NOT NULL column, also where only other columns change."),
-        code if category(code) == category(PgSqlErrorCode::ERRCODE_DATA_EXCEPTION) => Some("Give each field a value that its column's type reads."),
+        code if unreadable(code) => Some("Give each field a value that its column's type reads."),
         _ => None,
     };
-    let table = format!("The rows are for {}.", plans.relation.qualified);
+    explaining(&format!("The rows are for {}.", plans.relation.qualified), hint, work)
+}
+
+/// Whether PostgreSQL could not read or compute a value (class 22).
+pub fn unreadable(code: PgSqlErrorCode) -> bool {
+    let category = |code: PgSqlErrorCode| code as isize & 0xfff;
+    category(code) == category(PgSqlErrorCode::ERRCODE_DATA_EXCEPTION)
+}
+
+/// Runs `work`; an error of PostgreSQL's that says nothing of what to do, and for which `hint` knows it, gets the hint and the detail.
+pub fn explaining<R>(detail: &str, hint: impl Fn(PgSqlErrorCode) -> Option<&'static str>, work: impl FnOnce() -> R) -> R {
     PgTryBuilder::new(AssertUnwindSafe(work))
         .catch_others(|error| match error {
             CaughtError::PostgresError(ref report) | CaughtError::ErrorReport(ref report) if report.hint().is_none() => {
                 let code = report.sql_error_code();
                 let Some(hint) = hint(code) else { error.rethrow() };
-                let detail = report.detail().map_or_else(|| table.clone(), |detail| format!("{detail} {table}"));
+                let detail = report.detail().map_or_else(|| detail.to_string(), |said| format!("{said} {detail}"));
                 Fault::new(code, report.message().to_string()).detail(detail).hint(hint).raise()
             }
             other => other.rethrow(),

@@ -61,9 +61,9 @@ DECLARE batch jsonb;
 BEGIN
     FOR batch IN SELECT jsonb_array_elements(batches) LOOP
         PERFORM * FROM stint.merge('cases', batch);
-        SELECT coalesce(jsonb_agg(to_jsonb(c)), '[]') INTO rows FROM cases c;
+        SELECT coalesce(jsonb_agg(to_jsonb(held)), '[]') INTO rows FROM cases held;
         IF to_regclass('cases_tombstones') IS NOT NULL THEN
-            EXECUTE 'SELECT coalesce(jsonb_agg(to_jsonb(d)), ''[]'') FROM cases_tombstones d' INTO dead;
+            EXECUTE 'SELECT coalesce(jsonb_agg(to_jsonb(held)), ''[]'') FROM cases_tombstones held' INTO dead;
         END IF;
         RETURN NEXT;
     END LOOP;

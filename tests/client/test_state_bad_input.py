@@ -57,7 +57,7 @@ DECLARATIONS = [
     ("'goods', 'aggregation', fields => '{\"name\": \"sum\"}'", "22023", 'column "name" has type text', "number"),
     ("'goods', 'aggregation', fields => '{\"shape\": \"max\"}'", "22023", 'column "shape" has type point', "order"),
     ("'goods', 'aggregation', fields => '{\"price\": {\"function\": \"sum\", \"distinct\": true}}'", "22023", "sum does not take", "distinct is for"),
-    ("'goods', 'aggregation', fields => '{\"price\": {\"default\": \"dear\"}}'", "22P02", '"dear"', None),
+    ("'goods', 'aggregation', fields => '{\"price\": {\"default\": \"dear\"}}'", "22P02", '"dear"', "default in fields"),
     ("'goods', 'aggregation', fields => '{\"price\": \"max\"}', deletes => 'remove'", "22023", 'max of column "price"', "ignore_retract"),
     ("'goods', 'deduplicate', fields => '{\"price\": \"sum\"}'", "22023", "keeps whole rows", "aggregation"),
     ("'goods', 'deduplicate', rowkind => ''", "22023", "rowkind is empty", "+I"),

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import threading
 
 import pytest
 
@@ -35,7 +36,6 @@ FUNCTIONS = [
     ("sum", "int", [1, None, 2, -5], -2),
     ("sum", "numeric(10,2)", ["1.10", "2.2", None], "3.30"),
     ("sum", "interval", ["1 day", "1 hour"], "1 day 01:00:00"),
-    ("sum", "money", ["1.10", "2.20"], "$3.30"),
     ("sum", "float8", [1e16, 1, 1], "1e+16"),
     ("product", "int", [2, None, 3], 6),
     ("product", "numeric", ["1.10", "1.10", "3"], "3.6300"),
@@ -86,7 +86,7 @@ FUNCTIONS = [
 
 @pytest.mark.parametrize("engine", ["aggregation", "partial-update"])
 def test_each_function_gives_its_value_in_every_split(conn, engine):
-    conn.execute("SET timezone = 'UTC'; SET lc_monetary = 'C'")
+    conn.execute("SET timezone = 'UTC'")
     for n, (function, kind, values, expected) in enumerate(FUNCTIONS):
         conn.execute(f"CREATE TABLE f{n} (id int PRIMARY KEY, x {kind})")
         declare(conn, f"f{n}", engine, fields={"x": function})
@@ -155,6 +155,7 @@ DECLARATIONS = {
     "groups, nothing to subtract": dict(
         engine="partial-update", groups={"s": ["i", "t"], "r": ["m", "f"]}, fields={"f": "last_non_null_value", "t": "last_value"}
     ),
+    "nulls that are set": dict(engine="partial-update", groups={"s": ["i"]}, fields={"t": {"null": "set"}, "j": {"null": "set"}, "n": "sum"}, deletes="ignore"),
     "defaults": dict(
         engine="partial-update", groups={"s": ["i", "t"]}, fields={"t": {"default": "it's"}, "s": {"default": 2}, "i": {"function": "sum", "default": 1}}
     ),
@@ -192,7 +193,7 @@ def test_one_by_one_equals_any_batching(conn, declaration):
         declare(conn, table, rowkind="op", **told)
     refuses = conn.execute("SELECT deletes = 'refuse' FROM stint.states LIMIT 1").fetchone()[0]
     changed = 0
-    for seed in range(40):
+    for seed in range(25):
         rng = random.Random(f"{declaration} {seed}")
         events = [random_row(rng) for _ in range(rng.randint(2, 25))]
         if refuses:
@@ -208,7 +209,7 @@ def test_one_by_one_equals_any_batching(conn, declaration):
             single = everything(conn, "single")
             assert single == everything(conn, "batched"), (seed, events)
             changed += single != []
-    assert changed > 30
+    assert changed > 15
 
 
 @pytest.mark.parametrize(
@@ -247,16 +248,87 @@ def test_where_the_result_is_a_function_of_the_set_every_order_gives_the_same_ro
         assert len(answers) == 1, (seed, events, answers)
 
 
+def test_an_explicit_null_can_be_told_from_a_missing_field(conn):
+    conn.execute("CREATE TABLE goods (id int PRIMARY KEY, name text, price numeric, note text, seq int, stock int)")
+    declare(conn, "goods", "partial-update", groups={"seq": {"fields": ["stock"], "on_delete": "remove"}},
+            fields={"name": {"null": "set"}, "price": {"null": "set"}})
+    whole = {"id": 1, "name": "nut", "price": "1.10", "note": "n", "seq": 1, "stock": 5}
+    for rows, expected in [
+        ([{"id": 1, "name": None}], (None, "1.10", "n")),
+        ([{"id": 1}], ("nut", "1.10", "n")),
+        ([{"id": 1, "note": None}], ("nut", "1.10", "n")),
+        ([{"id": 1, "name": None}, {"id": 1, "price": None}], (None, None, "n")),
+        ([{"id": 1, "name": None}, {"id": 1, "name": "bolt"}, {"id": 1}], ("bolt", "1.10", "n")),
+        ([{"id": 1, "name": "bolt"}, {"id": 1, "name": None}, {"id": 1, "note": "m"}], (None, "1.10", "m")),
+        ([{"id": 1, "seq": 0, "stock": 1, "name": None}], (None, "1.10", "n")),
+    ]:
+        for batches in [rows], [[row] for row in rows]:
+            with conn.transaction(force_rollback=True):
+                merge(conn, "goods", [whole, {"id": 2, "name": "other", "price": 2}])
+                for batch in batches:
+                    assert merge(conn, "goods", batch)[4] == 0
+                assert conn.execute("SELECT name, price::text, note FROM goods WHERE id = 1").fetchone() == expected, batches
+                assert conn.execute("SELECT name FROM goods WHERE id = 2").fetchone() == ("other",)
+    for told, part in (
+        (dict(engine="deduplicate", fields={"name": {"null": "set"}}), "ungrouped"),
+        (dict(engine="partial-update", fields={"name": {"null": "set", "function": "last_value"}}), "ungrouped"),
+        (dict(engine="partial-update", fields={"name": {"null": "keep"}}), 'neither "ignore" nor "set"'),
+        (dict(engine="partial-update", fields={"*": {"null": "set"}}), "belong to a column"),
+    ):
+        conn.execute("DROP TABLE IF EXISTS other; CREATE TABLE other (id int PRIMARY KEY, name text)")
+        with pytest.raises(Exception, match=part) as error:
+            declare(conn, "other", **told)
+        assert error.value.sqlstate == "22023" and error.value.diag.message_hint
+
+
 def test_a_hot_key_is_one_statement(conn):
     conn.execute("CREATE TABLE hot (id int PRIMARY KEY, total bigint, top int, newest text, n bigint, seq int)")
     declare(conn, "hot", "aggregation", sequence=["seq"], fields={"total": "sum", "top": "max", "n": "count", "newest": "last_value"})
     rows = [{"id": 1, "total": n, "top": n % 7777, "newest": f"v{n}", "n": 1, "seq": n} for n in range(10_000)]
-    conn.execute("CREATE TABLE fired (n int); CREATE FUNCTION fire() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN INSERT INTO fired VALUES (1); RETURN NULL; END $$")
+    conn.execute("CREATE TABLE fired (n int); CREATE FUNCTION fire() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN INSERT INTO public.fired VALUES (1); RETURN NULL; END $$")
     conn.execute("CREATE TRIGGER fire AFTER INSERT ON hot FOR EACH STATEMENT EXECUTE FUNCTION fire()")
     random.Random(1).shuffle(rows)
     assert merge(conn, "hot", rows)[:4] == (1, 0, 0, 0)
     assert conn.execute("SELECT * FROM hot").fetchone() == (1, sum(range(10_000)), 7776, "v9999", 10_000, 9999)
     assert conn.execute("SELECT count(*) FROM fired").fetchone() == (1,)
+
+
+def test_writers_of_one_key_lose_nothing_of_its_sums(conn, connect):
+    conn.execute("CREATE TABLE hot (id int PRIMARY KEY, total bigint, n int, newest text, parts text, seq int)")
+    declare(conn, "hot", "partial-update", groups={"seq": ["total", "newest", "parts"]}, rowkind="op", deletes="retract",
+            fields={"total": "sum", "n": "count", "parts": {"function": "listagg", "ignore_retract": True}})
+    writers, failed = 6, []
+    plans = []
+    for w in range(writers):
+        rng = random.Random(w)
+        plans.append([
+            [{"id": rng.randint(1, 3), "total": rng.randint(1, 9), "n": 1, "newest": f"{w}.{b}", "parts": f"{w}.{b}.{i}", "seq": rng.randint(1, 10**6),
+              "op": "-D" if b % 4 == 3 else "+I"} for i in range(rng.randint(1, 6))]
+            for b in range(25)])
+
+    def write(w):
+        try:
+            session = connect()
+            for batch in plans[w]:
+                merge(session, "hot", batch)
+        except Exception as error:
+            failed.append(repr(error))
+
+    threads = [threading.Thread(target=write, args=(w,)) for w in range(writers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    rows = [row for plan in plans for batch in plan for row in batch]
+    sign = lambda row: 1 if row["op"] == "+I" else -1
+    for key, total, n, newest, parts, seq in conn.execute("SELECT * FROM hot").fetchall():
+        own = [row for row in rows if row["id"] == key]
+        assert total == sum(sign(row) * row["total"] for row in own) and n == sum(map(sign, own))
+        assert sorted(parts.split(",")) == sorted(row["parts"] for row in own if row["op"] == "+I")
+        newest_row = max(own, key=lambda row: row["seq"])
+        assert seq == newest_row["seq"] and newest == (newest_row["newest"] if newest_row["op"] == "+I" else None)
+    assert conn.execute("SELECT count(*) FROM hot").fetchone() == (3,)
 
 
 def test_what_is_retracted_first_is_owed(conn):

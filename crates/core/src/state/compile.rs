@@ -207,27 +207,32 @@ fn list<T: Copy>(items: &[T], each: impl Fn(T) -> String) -> String {
     items.iter().map(|item| each(*item)).collect::<Vec<_>>().join(", ")
 }
 
-/// The batch as typed rows with their ordinal; PostgreSQL reads the values.
+/// The batch as typed rows with their ordinal; PostgreSQL reads the values. Where an explicit null counts, `h3` says whether the row has the field of `c3`.
 fn rows(table: &Table, columns: &[usize]) -> String {
-    let (definitions, names, values) = read(table, columns);
-    let selected = if values == names { String::from("*") } else { format!("{values}, ord") };
-    format!("r AS MATERIALIZED (SELECT {selected} FROM ROWS FROM (jsonb_to_recordset($1) AS ({definitions})) WITH ORDINALITY AS x ({names}, ord))")
+    format!("r AS MATERIALIZED ({})", read(table, columns, true))
 }
 
-/// A batch of one row, which PostgreSQL reads in the place where it is used.
+/// A batch of one row, likewise, which is read in the place where it is used.
 fn row(table: &Table, columns: &[usize]) -> String {
-    let (definitions, names, values) = read(table, columns);
-    format!("r AS (SELECT {values} FROM ROWS FROM (jsonb_to_recordset($1) AS ({definitions})) AS x ({names}))")
+    format!("r AS ({})", read(table, columns, false))
 }
 
-/// The columns as the batch has them, their names in the statement, and their values with the declared defaults.
-fn read(table: &Table, columns: &[usize]) -> (String, String, String) {
+fn read(table: &Table, columns: &[usize], ordinal: bool) -> String {
+    let definitions = list(columns, |c| format!("{} {}", table.columns[c].quoted, table.columns[c].type_sql));
+    let names = list(columns, |c| format!("c{c}"));
     let values = list(columns, |c| match &table.columns[c].default {
         Some(default) => format!("coalesce(c{c}, CAST({} AS {})) AS c{c}", functions::literal(default), table.columns[c].bare),
         None => format!("c{c}"),
     });
-    let definitions = list(columns, |c| format!("{} {}", table.columns[c].quoted, table.columns[c].type_sql));
-    (definitions, list(columns, |c| format!("c{c}")), values)
+    let (with_ordinality, ord) = if ordinal { (" WITH ORDINALITY", ", ord") } else { ("", "") };
+    let told: Vec<usize> = columns.iter().copied().filter(|c| table.columns[*c].null_sets).collect();
+    let has = |c: usize| format!("raw ? {} AS h{c}", functions::literal(&table.columns[c].name));
+    let (selected, source, raw) = match told.is_empty() {
+        true if values == names => (String::from("*"), "", ""),
+        true => (format!("{values}{ord}"), "", ""),
+        false => (format!("{values}, {}{ord}", list(&told, has)), ", jsonb_array_elements($1)", ", raw"),
+    };
+    format!("SELECT {selected} FROM ROWS FROM (jsonb_to_recordset($1) AS ({definitions}){source}){with_ordinality} AS x ({names}{raw}{ord})")
 }
 
 struct Compiler<'a> {

@@ -249,6 +249,17 @@ fn engine(table: &Table, told: &Told) -> Result<Engine, Refusal> {
 fn check_fields(table: &Table, engine: &Engine, ordering: &[usize], fields: &[Field]) -> Result<(), Refusal> {
     for (index, field) in fields.iter().enumerate() {
         let name = &table.columns[index].name;
+        let ungrouped = match engine {
+            Engine::PartialUpdate { groups } => !ordering.contains(&index) && !groups.iter().any(|group| group.fields.contains(&index)),
+            _ => false,
+        };
+        if field.null_sets && (!ungrouped || field.function.is_some()) {
+            return refuse(
+                Why::Value,
+                format!("field \"{name}\" says what a null does, which is open only for ungrouped columns of \"partial-update\" without a function"),
+                "Leave \"null\" out: whole rows and groups store a null, functions treat it in their own way.",
+            );
+        }
         match engine {
             Engine::Deduplicate { .. } | Engine::FirstRow if field.function.is_some() || field.ignore_retract => {
                 return refuse(
@@ -257,12 +268,7 @@ fn check_fields(table: &Table, engine: &Engine, ordering: &[usize], fields: &[Fi
                     "Leave them out, or declare engine \"aggregation\" or \"partial-update\".",
                 );
             }
-            Engine::PartialUpdate { groups }
-                if field.default.is_some()
-                    && field.function.is_none()
-                    && !ordering.contains(&index)
-                    && !groups.iter().any(|group| group.fields.contains(&index)) =>
-            {
+            Engine::PartialUpdate { .. } if field.default.is_some() && field.function.is_none() && ungrouped => {
                 return refuse(
                     Why::Value,
                     format!("field \"{name}\" has a default, which every row without a value for it would write over the one stored"),
@@ -503,6 +509,7 @@ mod tests {
             less: (name != "shape").then(|| "OPERATOR(pg_catalog.<)".into()),
             equal: Some("OPERATOR(pg_catalog.=)".into()),
             default: None,
+            null_sets: false,
         };
         Table {
             qualified: "shop.goods".into(),
@@ -623,7 +630,7 @@ mod tests {
             ("aggregation", r#"{"price": {"function": "sum", "ignore_retract": 1}}"#, None, "Give true or false"),
             ("aggregation", r#"{"price": "max"}"#, Some("retract"), "max of column \"price\" cannot be retracted"),
             ("aggregation", r#"{"shape": "sum"}"#, Some("retract"), "floating-point"),
-            ("aggregation", r#"{"*": {"function": "sum", "default": 1}}"#, None, "a default belongs to a column"),
+            ("aggregation", r#"{"*": {"function": "sum", "default": 1}}"#, None, "belong to a column"),
             ("partial-update", r#"{"price": {"default": 1}}"#, None, "would write over"),
             ("partial-update", r#"{"price": "min"}"#, Some("remove"), "min of column \"price\" cannot be retracted"),
             ("deduplicate", r#"{"price": "sum"}"#, None, "keeps whole rows"),

@@ -177,7 +177,7 @@ impl Function {
     fn takes(&self, column: &Column) -> Result<(), &'static str> {
         let numbers = matches!(column.family, Family::Integer | Family::Numeric | Family::Float);
         let (fits, needs) = match self {
-            Function::Sum => (numbers || matches!(column.family, Family::Interval | Family::Money), "a number, money or interval"),
+            Function::Sum => (numbers || column.family == Family::Interval, "a number or interval"),
             Function::Product => (numbers, "a number"),
             Function::Count => (matches!(column.family, Family::Integer | Family::Numeric), "an integer or numeric"),
             Function::Max | Function::Min => (column.less.is_some(), "a type that has an order"),
@@ -205,6 +205,8 @@ pub struct Field {
     pub ignore_retract: bool,
     /// What a null or missing value stands for.
     pub default: Option<String>,
+    /// Whether an explicit null is written where a missing field leaves the stored value.
+    pub null_sets: bool,
 }
 
 impl Field {
@@ -217,7 +219,7 @@ impl Field {
 const SHAPE: &str = "Write {\"column\": \"function\"} or {\"column\": {\"function\": …, \"ignore_retract\": …, \"default\": …}}.";
 /// Stands for every column that has no function of its own (Paimon's fields.default-aggregate-function).
 const EVERY: &str = "*";
-const OPTIONS: [&str; 8] = ["function", "ignore_retract", "default", "separator", "distinct", "nested_key", "nested_sequence", "count_limit"];
+const OPTIONS: [&str; 9] = ["function", "ignore_retract", "default", "null", "separator", "distinct", "nested_key", "nested_sequence", "count_limit"];
 
 /// Reads `fields`, the text of a JSON object; one entry per column of the table. `ordering` are the sequence columns, which take no function.
 pub fn parse(table: &Table, text: Option<&str>, ordering: &[usize]) -> Result<Vec<Field>, Refusal> {
@@ -248,8 +250,8 @@ pub fn parse(table: &Table, text: Option<&str>, ordering: &[usize]) -> Result<Ve
         && table.find(EVERY).is_none()
     {
         let every = parse_field(EVERY, told)?;
-        if every.default.is_some() {
-            return refuse(Why::Value, "a default belongs to a column, not to \"*\"", "Name the column.");
+        if every.default.is_some() || every.null_sets {
+            return refuse(Why::Value, "default and null belong to a column, not to \"*\"", "Name the column.");
         }
         for (index, (column, field)) in table.columns.iter().zip(&mut fields).enumerate() {
             if !column.written || table.key.contains(&index) || ordering.contains(&index) || field.function.is_some() {
@@ -303,7 +305,18 @@ fn parse_field(name: &str, told: &Value) -> Result<Field, Refusal> {
             );
         }
     };
-    Ok(Field { function, ignore_retract: boolean(name, options, "ignore_retract")?, default })
+    let null_sets = match options.get("null").map(Value::as_str) {
+        None | Some(Some("ignore")) => false,
+        Some(Some("set")) => true,
+        Some(_) => {
+            return refuse(
+                Why::Value,
+                format!("null of field \"{name}\" is neither \"ignore\" nor \"set\""),
+                "\"ignore\" leaves the stored value, \"set\" writes the null; a missing field always leaves it.",
+            );
+        }
+    };
+    Ok(Field { function, ignore_retract: boolean(name, options, "ignore_retract")?, default, null_sets })
 }
 
 fn function_named(field: &str, name: &str) -> Result<Function, Refusal> {
@@ -322,7 +335,7 @@ fn apply_options(field: &str, options: &Map<String, Value>, function: Option<&mu
         Some(Function::NestedUpdate { .. }) => &["nested_key", "nested_sequence", "count_limit"],
         _ => &[],
     };
-    let general = ["function", "ignore_retract", "default"];
+    let general = ["function", "ignore_retract", "default", "null"];
     if let Some(option) = options.keys().find(|option| !general.contains(&option.as_str()) && !allowed.contains(&option.as_str())) {
         return refuse(
             Why::Value,

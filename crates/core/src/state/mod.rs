@@ -14,8 +14,6 @@ pub enum Family {
     Numeric,
     /// `real`, `double precision`.
     Float,
-    /// `money`.
-    Money,
     /// `interval`.
     Interval,
     /// `boolean`.
@@ -54,6 +52,8 @@ pub struct Column {
     pub written: bool,
     /// What a null or missing value in a row stands for.
     pub default: Option<String>,
+    /// Whether a row's explicit null is written, other than a missing field.
+    pub null_sets: bool,
     /// The less-than operator of the type's default B-tree class as `OPERATOR(schema.<)`; none where the type has no order.
     pub less: Option<String>,
     /// The equality operator of that class.

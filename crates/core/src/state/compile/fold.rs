@@ -41,7 +41,7 @@ impl Compiler<'_> {
     /// CTEs `x`, `y`, `v`: the rows with `late` (every group it names is newer already, and it brings nothing else) and `dropped` (older than a deleted key's
     /// tombstone, and nothing before it in the batch brought the key back).
     pub(super) fn judged(&self, columns: &[usize], brings: &str) -> String {
-        let names = list(columns, |c| format!("e.c{c}"));
+        let names = self.carried(columns, "e");
         let ranks: Vec<String> = (0..self.groups.len())
             .map(|g| {
                 let order = list(&self.groups[g].sequence, |c| format!("e.c{c} NULLS FIRST"));
@@ -64,7 +64,7 @@ impl Compiler<'_> {
         let older = self.older_than_tombstone(|c| format!("x.c{c}"), |g, j| format!("b.p{g}_{j}"));
         let any_win = (0..self.groups.len()).map(|g| format!("y.w{g}")).collect::<Vec<_>>().join(" OR ");
         let any_present = (0..self.groups.len()).map(|g| self.present(g, |_, c| format!("y.c{c}"))).collect::<Vec<_>>().join(" OR ");
-        let carried = list(columns, |c| format!("y.c{c}"));
+        let carried = self.carried(columns, "y");
         let ranks = ranks.join(", ");
         let dropped = match older {
             None => "false",
@@ -77,6 +77,11 @@ impl Compiler<'_> {
              v AS MATERIALIZED (SELECT y.kid, y.ord, {carried}, {dropped} AS dropped,\n  {dropped} OR (({any_present}) AND NOT ({any_win}){brings}) AS late FROM y)",
             wins = wins.join(", ")
         )
+    }
+
+    /// The columns of a row, and which of them it names where that counts.
+    fn carried(&self, columns: &[usize], alias: &str) -> String {
+        list(columns, |c| if self.column(c).null_sets { format!("{alias}.c{c}, {alias}.h{c}") } else { format!("{alias}.c{c}") })
     }
 
     /// Whether a row is older than the delete that a tombstone remembers; none where nothing is ever removed by sequence. A row that names the deciding

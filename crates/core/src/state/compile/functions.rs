@@ -134,6 +134,11 @@ impl Compiler<'_> {
     pub(super) fn met(&self, c: usize) -> String {
         let name = self.quoted(c);
         let (e, t) = (format!("EXCLUDED.{name}"), format!("t.{name}"));
+        if self.column(c).null_sets {
+            // EXCLUDED holds columns of the table only, so which keys were told their null is looked up.
+            let told = self.same_key(|_, k| format!("f.c{k}"), |_, k| format!("EXCLUDED.{}", self.quoted(k)));
+            return format!("CASE WHEN {e} IS NULL AND NOT EXISTS (SELECT FROM f WHERE f.h{c} AND {told}) THEN {t} ELSE {e} END");
+        }
         let Some(g) = self.group_of(c) else { return self.joined(c, &t, &e) };
         let new = |_: usize, c: usize| format!("EXCLUDED.{}", self.quoted(c));
         let old = |_: usize, c: usize| format!("t.{}", self.quoted(c));
@@ -222,6 +227,7 @@ impl Compiler<'_> {
                     values.push((c, format!("j{c}.v")));
                     continue;
                 }
+                Function::LastNonNullValue if self.column(c).null_sets => pick(format!("max({source}.ord) FILTER (WHERE {source}.h{c})")),
                 // Products are merged in rounds.
                 Function::LastNonNullValue | Function::Product => pick(format!("max({source}.ord) FILTER (WHERE {given})")),
             };

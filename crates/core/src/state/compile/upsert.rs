@@ -22,7 +22,11 @@ impl Compiler<'_> {
         let value = |c: usize| {
             let plain = format!("r.c{c}");
             let lifted = if merged.contains(&c) { self.lifted(c, Kind::Upsert, |c| format!("r.c{c}")) } else { plain.clone() };
-            if lifted == plain { plain } else { format!("{lifted} AS c{c}") }
+            match (lifted == plain, self.column(c).null_sets) {
+                (true, false) => plain,
+                (true, true) => format!("{plain}, r.h{c}"),
+                (false, _) => format!("{lifted} AS c{c}"),
+            }
         };
         let names = list(columns, value);
         match self.older_than_removal() {
@@ -81,7 +85,7 @@ impl Compiler<'_> {
                 "WITH {},\n{}\n{}\n  RETURNING {fresh}",
                 row(self.table, &columns),
                 self.unfolded(&columns, "true"),
-                self.insert(&columns)
+                self.insert(&columns, "")
             ),
             late: self.was_late().map(|late| format!("WITH {}\nSELECT {late} FROM r", row(self.table, &columns))),
         }
@@ -137,7 +141,8 @@ impl Compiler<'_> {
              m (keys, fresh, wrote) AS (SELECT (SELECT count(*) FROM {keys}), count(*) FILTER (WHERE {fresh}), count(*) FROM w),\n\
              n AS (SELECT keys, fresh, wrote, {late} AS late FROM m)\n\
              SELECT fresh, wrote - fresh, 0::bigint, greatest(keys - wrote - {late_keys}, 0), late FROM n",
-            insert = self.insert(columns),
+            // In the order of the keys, so that writers do not deadlock.
+            insert = self.insert(columns, &format!(" ORDER BY {}", self.keys("f."))),
             returned_keys = list(&self.table.key, |c| format!("t.{} AS c{c}", self.quoted(c))),
         )
     }
@@ -148,6 +153,7 @@ impl Compiler<'_> {
             return String::new();
         }
         let gathering = |c: usize| match self.group_of(c) {
+            None if self.column(c).null_sets => Some(format!("CASE WHEN {alias}.h{c} THEN true END")),
             None => Some(format!("{alias}.c{c}")),
             Some(_) if !self.function(c).gathers() => None,
             Some(g) => match self.present(g, |_, c| format!("{alias}.c{c}")) {
@@ -207,6 +213,9 @@ impl Compiler<'_> {
         let gathered = self.gathered(source, kept, Kind::Upsert, &others);
         for (c, value) in &gathered.values {
             let _ = write!(outputs, ", {value} AS c{c}");
+            if self.column(*c).null_sets {
+                let _ = write!(outputs, ", u.o{c} IS NOT NULL AS h{c}");
+            }
         }
         let _ = write!(
             text,
@@ -218,15 +227,14 @@ impl Compiler<'_> {
         text
     }
 
-    /// INSERT of the folded rows in key order, combined with the row that is there.
-    fn insert(&self, columns: &[usize]) -> String {
+    /// INSERT of the folded rows, in `order`, combined with the row that is there.
+    fn insert(&self, columns: &[usize], order: &str) -> String {
         let names = list(columns, |c| self.quoted(c).to_string());
         let conflict = list(&self.table.key, |c| self.quoted(c).to_string());
         let head = format!(
-            "INSERT INTO {table} AS t ({names})\n  SELECT {sources} FROM f ORDER BY {keys}\n  ON CONFLICT ({conflict}) DO ",
+            "INSERT INTO {table} AS t ({names})\n  SELECT {sources} FROM f{order}\n  ON CONFLICT ({conflict}) DO ",
             table = self.table.qualified,
             sources = list(columns, |c| format!("f.c{c}")),
-            keys = self.keys("f."),
         );
         let values = self.values();
         if values.is_empty() || (self.keeps_whole_rows() && !self.deduplicates()) {
