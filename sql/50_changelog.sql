@@ -62,8 +62,8 @@ CREATE TABLE stint.change_log (
 CREATE INDEX change_log_xid ON stint.change_log (epoch, xid);
 -- Serves readers of large ticks, which go on where the page before ended.
 CREATE INDEX change_log_seq ON stint.change_log (epoch, seq);
--- Serves netting, which asks for what else a transaction did to a key. A hash, since a key as text may be too long for an index that its own index takes.
-CREATE INDEX change_log_key ON stint.change_log (relation, hashtextextended(key, 0), epoch, xid, seq);
+-- Serves netting, which asks for a key's neighbouring changes. Of the key its hash, since a key may be longer as text than an index takes.
+CREATE INDEX change_log_key ON stint.change_log (relation, hashtextextended(key, 0), epoch, seq);
 COMMENT ON TABLE stint.change_log IS 'Every change of every state table, written by the capture triggers alone and never changed. Read it through stint.changes, stint.poll and the <table>_as_of functions';
 COMMENT ON COLUMN stint.change_log.xid IS 'top-level transaction';
 COMMENT ON COLUMN stint.change_log.seq IS 'drawn while the row locks were held: per key it rises in commit order';
@@ -219,6 +219,18 @@ json is embedded, arrays are arrays, and everything else is a string: PostgreSQL
 Errors: 42704 no such state table, 22023 a position that no tick has reached, 72000 changes after the position are not kept any more, 42501 no SELECT on the table or row security
 in force, 54000 max over stint.max_batch. Takes no locks.';
 REVOKE ALL ON FUNCTION stint.changes(regclass, bigint, integer) FROM PUBLIC;
+
+CREATE FUNCTION stint.export_changes(relation regclass, since_pos bigint DEFAULT 0, until_pos bigint DEFAULT NULL)
+    RETURNS TABLE (pos bigint, kind text, key text[], columns text[], image text[], changed_at timestamptz, cause bigint)
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'export_changes_wrapper';
+COMMENT ON FUNCTION stint.export_changes(regclass, bigint, bigint) IS
+'Changes of a state table as text, for COPY (SELECT * FROM stint.export_changes(…)) TO …: what stint.changes returns, any number of them, with the very text of each value. since_pos and
+until_pos: changes after the first up to the second; null until_pos: up to the last there is. Result: pos and kind as in stint.changes; key: the primary key''s values; columns and
+image: names and values, of the row before for -U and -D, after for +I and +U, as the table''s columns were then; changed_at, cause. Read in pages, each under its own snapshot.
+Meant for FROM.
+Errors: 42704 no such state table, 22023 a position that no tick has reached, or until_pos before since_pos, 72000 changes after since_pos are not kept any more, 42501 no SELECT on the
+table or row security in force. Takes no locks.';
+REVOKE ALL ON FUNCTION stint.export_changes(regclass, bigint, bigint) FROM PUBLIC;
 
 CREATE FUNCTION stint.create_consumer(consumer text, relations regclass[], start text DEFAULT 'earliest') RETURNS void
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'create_consumer_wrapper';

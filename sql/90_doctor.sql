@@ -123,6 +123,12 @@ findings (number, "check", ok, detail, remedy, advice) AS (
       FROM stint.history p, server s
      WHERE p.expires_at + p.retention / 4 < s.now
     UNION ALL
+    SELECT 127, 'consumers have all they need', count(*) FILTER (WHERE c.must_refetch) = 0,
+           coalesce('changes that they have not read are gone: ' || string_agg(format('%L', c.consumer), ', ' ORDER BY c.consumer) FILTER (WHERE c.must_refetch),
+                    format('none of %s is behind what is kept', count(*))),
+           'Drop them, and create those that are still wanted again with start => ''snapshot'', as docs/changelog.md shows.', NULL
+      FROM stint.consumers c
+    UNION ALL
     SELECT 130, 'autovacuum is on', current_setting('autovacuum')::boolean AND current_setting('track_counts')::boolean,
            format('autovacuum = %s, track_counts = %s', current_setting('autovacuum'), current_setting('track_counts')),
            'Turn both on: queue tables turn over fast, and without vacuum they only grow.', NULL

@@ -168,7 +168,7 @@ fn look(caller: pg_sys::Oid, name: &str, max: i32, reached: &mut Option<(i64, i6
         let since = reached.filter(|(of, _)| *of == from).map_or(from, |(_, reached)| reached);
         let found = reader::after(session, &consumer.relations, since, max, consumer.has.as_ref());
         // After the look: what was let go of meanwhile raised the floor with the same commit.
-        reader::refuse_below_floor(session, &consumer.relations, from, &format!("consumer \"{name}\""));
+        reader::refuse_below_floor(session, &consumer.relations, from, Some(name));
         *reached = Some((from, found.reached));
         POLLED.with_borrow_mut(|polled| {
             let now = transaction();

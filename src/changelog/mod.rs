@@ -9,6 +9,7 @@ pub mod cause;
 pub mod consumer;
 pub mod documents;
 pub mod epoch;
+pub mod export;
 pub mod feed;
 pub mod images;
 mod order;

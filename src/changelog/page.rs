@@ -1,7 +1,7 @@
 //! One page of a tick: the statement that walks its changes in order, nets them and shows them.
 //!
 //! What a transaction did to a key counts as one change, at the position of the last: it goes from the image before the first to the image after the last. A
-//! key born and dead in one transaction, or back to where it was, gives nothing. The other changes of the key are looked up by index, so a page costs what a
+//! key born and dead in one transaction, or back to where it was, gives nothing. The changes of the key next to it are looked up by index, so a page costs what a
 //! page holds, however large the transaction was.
 //!
 //! A tick's changes lie between its first and its last seq, among those of transactions that other ticks hold. Where they are dense, or many, the statement
@@ -47,6 +47,15 @@ pub struct Seen {
     pub snapshot: Param,
 }
 
+/// How rows are shown.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Form {
+    /// Key, before and after as objects.
+    Jsonb,
+    /// Key, before and after as arrays of text, with the names of the columns that before and after had.
+    Text,
+}
+
 /// How the changes of a tick are found.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 enum Way {
@@ -82,7 +91,7 @@ struct Place {
 }
 
 thread_local! {
-    static COMPILED: RefCell<HashMap<(Vec<u32>, Way), Compiled>> = RefCell::new(HashMap::new());
+    static COMPILED: RefCell<HashMap<(Vec<u32>, Way, Form), Compiled>> = RefCell::new(HashMap::new());
     static PLACES: RefCell<Vec<Place>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -121,53 +130,72 @@ pub mod column {
     pub const RELATION: usize = 3;
     /// `I`, `U` or `D`.
     pub const KIND: usize = 4;
-    /// The key as an object.
+    /// The key.
     pub const KEY: usize = 5;
-    /// The row before as an object.
+    /// The row before.
     pub const BEFORE: usize = 6;
-    /// The row after as an object.
+    /// The row after.
     pub const AFTER: usize = 7;
     /// When the last statement ended.
     pub const AT: usize = 8;
     /// The event of the last.
     pub const CAUSE: usize = 9;
+    /// In [`super::Form::Text`], the names of the places of before.
+    pub const BEFORE_NAMES: usize = 10;
+    /// In [`super::Form::Text`], the names of the places of after.
+    pub const AFTER_NAMES: usize = 11;
     pub(super) const SEQ: usize = 2;
 }
 
-/// At most `max` net changes of a tick that lie after `since`, belong to `relations` and are not in what the reader `has`; columns as in [`column`].
-pub fn read(session: &Session, tick: &Tick, relations: &[(pg_sys::Oid, Shape)], since: i64, max: i64, has: Option<&Seen>) -> Rows {
-    let way = tick.way();
-    let (pos, seq) = match way {
-        Way::BySeq => recall(tick, since),
-        Way::ByTransaction => (tick.start_pos, tick.first_seq - 1),
-    };
-    let oids: Vec<pg_sys::Oid> = relations.iter().map(|(oid, _)| *oid).collect();
-    let rows = session.run_own(
-        &statement(relations, way),
-        &[
-            arg(tick.epoch),
-            tick.previous,
-            tick.snapshot,
-            arg(seq),
-            arg(tick.last_seq),
-            arg(pos),
-            arg(since),
-            arg(oids),
-            arg(max),
-            has.filter(|seen| seen.epoch == tick.epoch).and_then(|seen| seen.snapshot),
-        ],
-    );
-    if let Some(last) = rows.len().checked_sub(1)
-        && way == Way::BySeq
-    {
-        remember(tick, rows.must(last, column::POS), rows.must(last, column::SEQ));
-    }
-    rows
+/// What a reader wants of each tick.
+pub struct Pages {
+    relations: Vec<(pg_sys::Oid, Shape)>,
+    form: Form,
+    statements: HashMap<Way, Rc<Prepared>>,
 }
 
-fn statement(relations: &[(pg_sys::Oid, Shape)], way: Way) -> Rc<Prepared> {
-    let text = sql(relations, way);
-    let name = (relations.iter().map(|(oid, _)| oid.to_u32()).collect(), way);
+impl Pages {
+    /// Of some tables, in a form.
+    pub fn of(session: &Session, relations: &[pg_sys::Oid], form: Form) -> Self {
+        let relations = relations.iter().map(|oid| (*oid, Shape::load(session, *oid))).collect();
+        Pages { relations, form, statements: HashMap::new() }
+    }
+
+    /// At most `max` net changes of a tick that lie after `since` and are not in what the reader `has`; columns as in [`column`].
+    pub fn read(&mut self, session: &Session, tick: &Tick, since: i64, max: i64, has: Option<&Seen>) -> Rows {
+        let way = tick.way();
+        let (pos, seq) = match way {
+            Way::BySeq => recall(tick, since),
+            Way::ByTransaction => (tick.start_pos, tick.first_seq - 1),
+        };
+        let (relations, form) = (&self.relations, self.form);
+        let rows = session.run_own(
+            self.statements.entry(way).or_insert_with(|| statement(relations, way, form)),
+            &[
+                arg(tick.epoch),
+                tick.previous,
+                tick.snapshot,
+                arg(seq),
+                arg(tick.last_seq),
+                arg(pos),
+                arg(since),
+                arg(relations.iter().map(|(oid, _)| *oid).collect::<Vec<_>>()),
+                arg(max),
+                has.filter(|seen| seen.epoch == tick.epoch).and_then(|seen| seen.snapshot),
+            ],
+        );
+        if let Some(last) = rows.len().checked_sub(1)
+            && way == Way::BySeq
+        {
+            remember(tick, rows.must(last, column::POS), rows.must(last, column::SEQ));
+        }
+        rows
+    }
+}
+
+fn statement(relations: &[(pg_sys::Oid, Shape)], way: Way, form: Form) -> Rc<Prepared> {
+    let text = sql(relations, way, form);
+    let name = (relations.iter().map(|(oid, _)| oid.to_u32()).collect(), way, form);
     COMPILED.with_borrow_mut(|all| {
         if let Some(known) = all.get(&name)
             && known.text == text
@@ -194,10 +222,23 @@ fn statement(relations: &[(pg_sys::Oid, Shape)], way: Way) -> Rc<Prepared> {
 
 /// `$1` epoch, `$2` snapshot before, `$3` snapshot, `$4` walk after this seq, `$5` to this one, `$6` position of `$4`, `$7` since, `$8` tables, `$9` how
 /// many, `$10` what the reader has.
-fn sql(relations: &[(pg_sys::Oid, Shape)], way: Way) -> String {
+fn sql(relations: &[(pg_sys::Oid, Shape)], way: Way, form: Form) -> String {
+    let names = |layout: &str| format!("(SELECT i.columns FROM stint.image_layouts i WHERE i.layout = {layout})");
     let each = |document: &dyn Fn(&Shape) -> String| {
         let cases: Vec<String> = relations.iter().map(|(oid, shape)| format!("WHEN {} THEN {}", oid.to_u32(), document(shape))).collect();
         format!("CASE c.relation::oid {} END", cases.join(" "))
+    };
+    let (key, before, after, more) = match form {
+        Form::Jsonb => (
+            each(&|shape| documents::key_sql(shape, "c.key")),
+            each(&|shape| documents::image_sql(shape, "f.before")),
+            each(&|shape| documents::image_sql(shape, "c.after")),
+            String::new(),
+        ),
+        Form::Text => {
+            let (key, before, after) = ("c.key::text[]", "f.before", "c.after");
+            (key.to_string(), before.to_string(), after.to_string(), format!(", {}, {}", names("f.layout"), names("c.layout")))
+        }
     };
     let source = match way {
         Way::BySeq => {
@@ -214,25 +255,34 @@ fn sql(relations: &[(pg_sys::Oid, Shape)], way: Way) -> String {
              WHERE pg_visible_in_snapshot(x.xid, $3) AND x.seq > $4 AND x.seq <= $5"
         }
     };
-    // Both look-ups have a LIMIT, so that the planner asks the index for each change and does not join.
+    // A key's changes of one transaction follow each other among all of that key, since it held the row. The look-ups have a LIMIT, so that the planner asks the
+    // index for each change and does not join.
+    let of_key = |row: &str| {
+        format!(
+            "FROM stint.change_log {row}
+             WHERE {row}.relation = c.relation AND hashtextextended({row}.key, 0) = hashtextextended(c.key, 0) AND {row}.key = c.key AND {row}.epoch = c.epoch"
+        )
+    };
     format!(
         "SELECT c.pos, c.seq, c.relation::oid, CASE WHEN f.before IS NULL THEN 'I' WHEN c.after IS NULL THEN 'D' ELSE 'U' END,
-                {key}, {before}, {after}, c.at, c.cause
+                {key}, {before}, {after}, c.at, c.cause{more}
          FROM (SELECT $6 + row_number() OVER (ORDER BY l.seq) AS pos, l.* FROM ({source}) l) c
          CROSS JOIN LATERAL (
-             SELECT o.before FROM stint.change_log o
-             WHERE o.relation = c.relation AND hashtextextended(o.key, 0) = hashtextextended(c.key, 0) AND o.key = c.key AND o.epoch = c.epoch AND o.xid = c.xid
-             ORDER BY o.seq LIMIT 1) f
+             SELECT (SELECT p.xid {previous} AND p.seq < c.seq ORDER BY p.seq DESC LIMIT 1) IS NOT DISTINCT FROM c.xid AS again OFFSET 0) a
+         CROSS JOIN LATERAL (
+             SELECT c.before, c.layout WHERE NOT a.again
+             UNION ALL
+             (SELECT o.before, o.layout {first} AND a.again
+                 AND o.seq > coalesce((SELECT b.seq {other} AND b.seq < c.seq AND b.xid <> c.xid ORDER BY b.seq DESC LIMIT 1), 0)
+              ORDER BY o.seq LIMIT 1)) f
          WHERE c.pos > $7 AND c.relation = ANY ($8::regclass[]) AND ($10 IS NULL OR NOT pg_visible_in_snapshot(c.xid, $10))
-           AND (SELECT n.seq FROM stint.change_log n
-                WHERE n.relation = c.relation AND hashtextextended(n.key, 0) = hashtextextended(c.key, 0) AND n.key = c.key AND n.epoch = c.epoch
-                  AND n.xid = c.xid AND n.seq > c.seq
-                ORDER BY n.seq LIMIT 1) IS NULL
+           AND (SELECT n.xid {next} AND n.seq > c.seq ORDER BY n.seq LIMIT 1) IS DISTINCT FROM c.xid
            AND f.before IS DISTINCT FROM c.after
          ORDER BY c.seq
          LIMIT $9",
-        key = each(&|shape| documents::key_sql(shape, "c.key")),
-        before = each(&|shape| documents::image_sql(shape, "f.before")),
-        after = each(&|shape| documents::image_sql(shape, "c.after")),
+        previous = of_key("p"),
+        first = of_key("o"),
+        other = of_key("b"),
+        next = of_key("n"),
     )
 }

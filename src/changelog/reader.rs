@@ -2,8 +2,7 @@
 
 use super::capture;
 pub use super::documents::quote;
-use super::page::{self, Seen, Tick, column};
-use super::shape::Shape;
+use super::page::{Form, Pages, Seen, Tick, column};
 use crate::errors::{self, Fault};
 use crate::guc;
 use crate::spi::{Identity, Rows, Session, Statement, arg, connect};
@@ -58,21 +57,22 @@ pub fn floor(session: &Session, relations: &[pg_sys::Oid]) -> i64 {
     if found.is_empty() { 0 } else { found.must(0, 2) }
 }
 
-/// An error where changes after `since` may be gone: a reader gets every change, or is told.
-pub fn refuse_below_floor(session: &Session, relations: &[pg_sys::Oid], since: i64, reader: &str) {
+/// An error where changes after `since` may be gone: a reader, a consumer if it has a name, gets every change or is told.
+pub fn refuse_below_floor(session: &Session, relations: &[pg_sys::Oid], since: i64, consumer: Option<&str>) {
     let found = session.run(&FLOOR, &[arg(relations.to_vec())]);
     if found.is_empty() || found.must::<i64>(0, 2) <= since {
         return;
     }
     let (table, floor): (Option<String>, i64) = (capture::name_of(session, found.must(0, 1)), found.must(0, 2));
-    Fault::new(
-        PgSqlErrorCode::ERRCODE_SNAPSHOT_TOO_OLD,
-        format!("must refetch: changes of {} up to position {floor} are not kept any more, and {reader} is at {since}", table.unwrap_or_default()),
-    )
-    .hint(
-        "Start again from the rows as they are: in a REPEATABLE READ transaction drop the consumer, create it with start => 'snapshot', and read the tables.",
-    )
-    .raise()
+    let gone = format!("changes of {} up to position {floor} are not kept any more", table.unwrap_or_default());
+    let (message, hint) = match consumer {
+        Some(name) => (
+            format!("consumer \"{name}\" must refetch: {gone}, and it has read up to {since}"),
+            "In a REPEATABLE READ transaction drop it, create it again with start => 'snapshot', and read the tables anew.".to_string(),
+        ),
+        None => (format!("{gone}: position {since} lies before what is"), format!("Give {floor} or a later position.")),
+    };
+    Fault::new(PgSqlErrorCode::ERRCODE_SNAPSHOT_TOO_OLD, message).hint(hint).raise()
 }
 
 /// What was found after a position.
@@ -85,25 +85,37 @@ pub struct Found {
 
 /// At most `max` net changes of `relations` after position `since`, in order, but for what the reader `has` already. Runs with the rights of the extension's owner.
 pub fn after(session: &Session, relations: &[pg_sys::Oid], since: i64, max: i32, has: Option<&Seen>) -> Found {
+    let mut changes = Vec::new();
+    let reached = walk(session, relations, since, max, has, Form::Jsonb, |rows, row| show(rows, row, &mut changes));
+    Found { changes, reached }
+}
+
+/// Shows `each` at most `max` net changes of `relations` after position `since`, in order; answers how far that is, past which there may be more.
+pub fn walk(
+    session: &Session,
+    relations: &[pg_sys::Oid],
+    since: i64,
+    max: i32,
+    has: Option<&Seen>,
+    form: Form,
+    mut each: impl FnMut(&Rows, usize),
+) -> i64 {
     // Read first: what is ticked later lies beyond it.
     let last = last(session).max(since);
-    let shapes: Vec<(pg_sys::Oid, Shape)> = relations.iter().map(|oid| (*oid, Shape::load(session, *oid))).collect();
-    let mut changes = Vec::new();
+    let mut pages = Pages::of(session, relations, form);
     let mut left = i64::from(max);
     let mut reached = since;
     loop {
         let ticks = session.run(&TICKS, &[arg(reached), arg(relations.to_vec())]);
         if ticks.is_empty() {
-            return Found { changes, reached: reached.max(last) };
+            return reached.max(last);
         }
         for tick in (0..ticks.len()).map(|row| tick(&ticks, row)) {
-            let rows = page::read(session, &tick, &shapes, since, left, has);
-            for row in 0..rows.len() {
-                show(&rows, row, &mut changes);
-            }
+            let rows = pages.read(session, &tick, since, left, has);
+            (0..rows.len()).for_each(|row| each(&rows, row));
             left -= i64::try_from(rows.len()).unwrap_or(i64::MAX);
             if left <= 0 {
-                return Found { reached: changes.last().map_or(since, |change| change.pos), changes };
+                return rows.must(rows.len() - 1, column::POS);
             }
             reached = tick.end_pos;
         }
@@ -198,7 +210,7 @@ fn changes(
         capture::required(session, identity.caller(), relation);
         let since = checked_pos(session, "since_pos", since_pos);
         let found = after(session, &[relation], since, max, None);
-        refuse_below_floor(session, &[relation], since, "the reader");
+        refuse_below_floor(session, &[relation], since, None);
         found.changes
     });
     TableIterator::new(found.into_iter().map(|c| (c.pos, c.kind, c.key, c.before, c.after, c.at, c.cause)))

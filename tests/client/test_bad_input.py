@@ -98,6 +98,7 @@ CALLS = {
     "uncaptured": {},
     "tick": {},
     "changes": {"relation": "goods"},
+    "export_changes": {"relation": "goods"},
     "create_consumer": {"consumer": "new", "relations": "{goods}"},
     "drop_consumer": {"consumer": "c"},
     "poll": {"consumer": "c"},

@@ -275,6 +275,7 @@ def test_only_readers_of_the_table_read_its_changes(conn):
         reads = [
             "SELECT count(*) FROM stint.changes('goods')",
             "SELECT count(*) FROM stint.poll('c')",
+            "SELECT count(*) FROM stint.export_changes('goods')",
             "SELECT count(*) FROM goods_as_of('t')",
             "SELECT count(*) FROM stint.images_after('goods', 't', NULL)",
         ]
@@ -285,7 +286,7 @@ def test_only_readers_of_the_table_read_its_changes(conn):
         conn.execute("RESET ROLE")
         conn.execute(f"GRANT SELECT ON goods TO {role}")
         conn.execute(f"SET ROLE {role}")
-        assert [conn.execute(read).fetchone()[0] for read in reads] == [1, 1, 1, 0]
+        assert [conn.execute(read).fetchone()[0] for read in reads] == [1, 1, 1, 1, 0]
         conn.execute("RESET ROLE")
         conn.execute("ALTER TABLE goods ENABLE ROW LEVEL SECURITY")
         conn.execute(f"SET ROLE {role}")
@@ -307,6 +308,11 @@ BAD = [
     ("stint.changes('goods', max => 0)", "22023", '"max" is 0'),
     ("stint.changes('goods', max => 2147483647)", "54000", "2147483647"),
     ("stint.changes('goods', max => NULL)", "22004", '"max"'),
+    ("stint.export_changes(NULL)", "22004", '"relation"'),
+    ("stint.export_changes('other')", "42704", 'state table "public.other"'),
+    ("stint.export_changes('goods', since_pos => 99)", "22023", "99"),
+    ("stint.export_changes('goods', until_pos => -1)", "22023", '"until_pos" is -1'),
+    ("stint.export_changes('goods', 1, 0)", "22023", '"until_pos" is 0, before'),
     ("stint.create_consumer(NULL, '{goods}')", "22004", '"consumer"'),
     ("stint.create_consumer('', '{goods}')", "22023", '"consumer"'),
     ("stint.create_consumer(repeat('x', 99), '{goods}')", "54000", "99"),
@@ -321,6 +327,8 @@ BAD = [
     ("stint.poll(NULL)", "22004", '"consumer"'),
     ("stint.poll('knwn')", "42704", '"knwn"'),
     ("stint.poll('known', max => -1)", "22023", '"max" is -1'),
+    ("stint.poll('known', wait => '-1 s')", "22023", '"wait"'),
+    ("stint.poll('known', wait => '1 day')", "54000", '"wait"'),
     ("stint.commit('knwn', 1)", "42704", '"knwn"'),
     ("stint.commit('known', NULL)", "22004", '"pos"'),
     ("stint.commit('known', -1)", "22023", "-1"),

@@ -119,6 +119,30 @@ def test_a_restored_changelog_keeps_its_meaning_in_a_new_epoch(goods):
         assert [len(conn.execute("SELECT FROM goods_as_of(pos => %s)", (pos,)).fetchall()) for pos in range(5)] == [0, 1, 1, 1, 0]
 
 
+def test_a_consumer_that_started_from_a_snapshot_goes_on_in_a_restored_database(goods):
+    with goods.connect("app") as conn, goods.connect("app") as holder, holder.transaction():
+        holder.execute("SELECT stint.tick()")  # and nobody else ticks until this transaction ends
+        conn.execute("UPDATE goods SET qty = 2.20")
+        with conn.transaction():
+            conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+            conn.execute("SELECT stint.create_consumer('s', '{goods}', start => 'snapshot')")
+            assert conn.execute("SELECT id, qty::text FROM goods").fetchall() == [(1, "2.20")]
+        conn.execute("UPDATE goods SET qty = 3.30")
+        assert conn.execute("SELECT pos, lag FROM stint.consumers").fetchone() == (1, 0)
+        env = goods_environment(goods.env("app"))
+        dump = subprocess.run(["pg_dump", "--no-owner"], env=env, check=True, stdout=subprocess.PIPE).stdout
+    goods.create_database("copy", extension=False)
+    subprocess.run(["psql", "-qX", "-v", "ON_ERROR_STOP=1", "-d", "copy"], env=env, input=dump, check=True, stdout=subprocess.DEVNULL)
+    for database in "copy", "app":
+        with goods.connect(database) as conn:
+            conn.execute("SELECT stint.activate()")
+            conn.execute("INSERT INTO goods VALUES (2, 0)")
+            conn.execute("SELECT stint.tick()")
+            assert conn.execute("SELECT kind, before ->> 'qty', after ->> 'qty' FROM stint.poll('s')").fetchall() == [
+                ("-U", "2.20", None), ("+U", "2.20", "3.30"), ("+I", None, "0"),
+            ]  # fmt: skip
+
+
 def goods_environment(env):
     import cluster
 
