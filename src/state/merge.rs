@@ -181,7 +181,7 @@ fn no_such_field(plans: &Plans, ord: usize, field: &str) -> ! {
 
 /// Adds the table and what to do to what PostgreSQL says of a value it cannot read or store.
 fn explained<R>(plans: &Plans, work: impl FnOnce() -> R) -> R {
-    let hint = |code| match code {
+    let hint: fn(PgSqlErrorCode) -> Option<&'static str> = |code| match code {
         PgSqlErrorCode::ERRCODE_NOT_NULL_VIOLATION => Some("Every row needs a value for each NOT NULL column, also where only other columns change."),
         code if unreadable(code) => Some("Give each field a value that its column's type reads."),
         _ => None,
@@ -196,7 +196,7 @@ pub fn unreadable(code: PgSqlErrorCode) -> bool {
 }
 
 /// Runs `work`; an error of PostgreSQL's that says nothing of what to do, and for which `hint` knows it, gets the hint and the detail.
-pub fn explaining<R>(detail: &str, hint: impl Fn(PgSqlErrorCode) -> Option<&'static str>, work: impl FnOnce() -> R) -> R {
+pub fn explaining<R>(detail: &str, hint: fn(PgSqlErrorCode) -> Option<&'static str>, work: impl FnOnce() -> R) -> R {
     PgTryBuilder::new(AssertUnwindSafe(work))
         .catch_others(|error| match error {
             CaughtError::PostgresError(ref report) | CaughtError::ErrorReport(ref report) if report.hint().is_none() => {
