@@ -19,7 +19,7 @@ static TREE: Statement = Statement::new(
 static ROOT: Statement =
     Statement::new(c"SELECT p.relation::oid FROM pg_partition_ancestors($1) a JOIN stint.captures p ON p.relation = a.relid", &[pg_sys::OIDOID]);
 static OWNED: Statement = Statement::new(
-    c"SELECT format('%I.%I', n.nspname, c.relname), pg_has_role($2, c.relowner, 'USAGE')
+    c"SELECT format('%I.%I', n.nspname, c.relname), pg_has_role($2, c.relowner, 'USAGE'), pg_has_role($2, n.nspowner, 'USAGE')
       FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = $1",
     &[pg_sys::OIDOID, pg_sys::OIDOID],
 );
@@ -160,7 +160,7 @@ unsafe fn altered(statement: &pg_sys::AlterTableStmt) -> Vec<Coming> {
         let parent = find(statement.relation);
         let leaving = detached.into_iter().filter_map(|command| {
             let child = find((*command).name);
-            leave(child, (*command).concurrent).then_some(Coming::Left(child))
+            leave(child, if (*command).concurrent { Leaves::DetachedConcurrently } else { Leaves::Detached }).then_some(Coming::Left(child))
         });
         let joining = attached.iter().map(|command| Coming::Joins { parent, child: (**command).name, rows: true });
         leaving.chain(joining).collect()
@@ -188,13 +188,21 @@ unsafe fn dropped(statement: &pg_sys::DropStmt) {
     for table in tables.iter().copied().filter(|table| *table != pg_sys::InvalidOid) {
         // SAFETY: a catalogue look-up.
         if unsafe { pg_sys::get_rel_relispartition(table) } {
-            leave(table, false);
+            leave(table, Leaves::Dropped);
         }
     }
 }
 
+/// How a partition leaves its table.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Leaves {
+    Detached,
+    DetachedConcurrently,
+    Dropped,
+}
+
 /// Logs the rows of a partition as deleted. False where it belongs to no state table, or the caller may not take it away, which the statement itself will say.
-fn leave(child: pg_sys::Oid, concurrent: bool) -> bool {
+fn leave(child: pg_sys::Oid, how: Leaves) -> bool {
     if child == pg_sys::InvalidOid {
         return false;
     }
@@ -203,15 +211,16 @@ fn leave(child: pg_sys::Oid, concurrent: bool) -> bool {
         let Some(root) = root_of(session, child) else { return false };
         let parents = session.run(&PARENT, &[arg(child)]);
         let Some(parent) = parents.get::<pg_sys::Oid>(0, 1) else { return false };
-        let owned = |table| {
+        let rights = |table| {
             let found = session.run(&OWNED, &[arg(table), arg(identity.caller())]);
-            (found.must::<String>(0, 1), found.must::<bool>(0, 2))
+            (found.must::<String>(0, 1), found.must::<bool>(0, 2), found.must::<bool>(0, 3))
         };
-        let ((parent, owns_parent), (name, owns_child)) = (owned(parent), owned(child));
-        if !owns_parent && !owns_child {
+        let ((parent, owns_parent, _), (name, owns_child, owns_schema)) = (rights(parent), rights(child));
+        // As PostgreSQL asks: the parent's owner detaches, the table's or its schema's drops.
+        if !(if how == Leaves::Dropped { owns_child || owns_schema } else { owns_parent }) {
             return false;
         }
-        if concurrent {
+        if how == Leaves::DetachedConcurrently {
             Fault::new(PgSqlErrorCode::ERRCODE_FEATURE_NOT_SUPPORTED, format!("cannot detach {name} from a state table concurrently"))
                 .detail("Its rows leave the state, and the changelog tells of all of them at one point.")
                 .hint("Leave out CONCURRENTLY, or delete its rows first and then detach it without.")

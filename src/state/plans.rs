@@ -14,8 +14,7 @@ use stint_core::state::batch;
 use stint_core::state::compile::{self, Kind, Merge};
 use stint_core::state::declare::Deletes;
 
-static TOMBSTONES: Statement =
-    Statement::new(c"SELECT c.tombstones::oid FROM stint.state_config c WHERE c.relation = $1", &[pg_sys::OIDOID]);
+static TOMBSTONES: Statement = Statement::new(c"SELECT c.tombstones::oid FROM stint.state_config c WHERE c.relation = $1", &[pg_sys::OIDOID]);
 
 /// A statement that is prepared when it is first run.
 pub struct Lazy {

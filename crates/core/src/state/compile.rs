@@ -131,16 +131,6 @@ fn cut(table: &Table, kind: &str, starts: &str, told: &str) -> String {
     )
 }
 
-/// Returns how many rows of the batch have a key without a row.
-pub fn count_absent(table: &Table) -> String {
-    let same = parts::same_key(table, |_, c| format!("t.{}", table.columns[c].quoted), |_, c| format!("r.c{c}"));
-    format!(
-        "WITH {rows}\nSELECT count(*) FROM r WHERE NOT EXISTS (SELECT FROM {target} t WHERE {same})",
-        rows = rows(table, &table.key),
-        target = table.qualified,
-    )
-}
-
 /// Locks the rows of a batch in key order.
 pub fn lock_rows(table: &Table) -> String {
     let keys = |alias: &str| list(&table.key, |c| format!("{alias}c{c}"));
@@ -219,45 +209,30 @@ fn list<T: Copy>(items: &[T], each: impl Fn(T) -> String) -> String {
 
 /// The batch as typed rows with their ordinal; PostgreSQL reads the values. Where an explicit null counts, `h3` says whether the row has the field of `c3`.
 fn rows(table: &Table, columns: &[usize]) -> String {
-    let Reading { functions, names, values } = Reading::of(table, columns);
-    let selected = if values == names { String::from("*") } else { format!("{values}, ord") };
-    format!("r AS MATERIALIZED (SELECT {selected} FROM ROWS FROM ({functions}) WITH ORDINALITY AS x ({names}, ord))")
+    format!("r AS MATERIALIZED ({})", read(table, columns, true))
 }
 
-/// A batch of one row, which PostgreSQL reads in the place where it is used.
+/// A batch of one row, likewise, which is read in the place where it is used.
 fn row(table: &Table, columns: &[usize]) -> String {
-    let Reading { functions, names, values } = Reading::of(table, columns);
-    format!("r AS (SELECT {values} FROM ROWS FROM ({functions}) AS x ({names}))")
+    format!("r AS ({})", read(table, columns, false))
 }
 
-/// How a batch is read.
-struct Reading {
-    /// The functions that make rows of it.
-    functions: String,
-    /// What their columns are called.
-    names: String,
-    /// The values, with the declared defaults.
-    values: String,
-}
-
-impl Reading {
-    fn of(table: &Table, columns: &[usize]) -> Self {
-        let definitions = list(columns, |c| format!("{} {}", table.columns[c].quoted, table.columns[c].type_sql));
-        let mut functions = format!("jsonb_to_recordset($1) AS ({definitions})");
-        let mut names = list(columns, |c| format!("c{c}"));
-        let mut values = list(columns, |c| match &table.columns[c].default {
-            Some(default) => format!("coalesce(c{c}, CAST({} AS {})) AS c{c}", functions::literal(default), table.columns[c].bare),
-            None => format!("c{c}"),
-        });
-        let told: Vec<usize> = columns.iter().copied().filter(|c| table.columns[*c].null_sets).collect();
-        if !told.is_empty() {
-            functions.push_str(", jsonb_array_elements($1)");
-            names.push_str(", raw");
-            let has = list(&told, |c| format!("raw ? {} AS h{c}", functions::literal(&table.columns[c].name)));
-            values = format!("{values}, {has}");
-        }
-        Reading { functions, names, values }
-    }
+fn read(table: &Table, columns: &[usize], ordinal: bool) -> String {
+    let definitions = list(columns, |c| format!("{} {}", table.columns[c].quoted, table.columns[c].type_sql));
+    let names = list(columns, |c| format!("c{c}"));
+    let values = list(columns, |c| match &table.columns[c].default {
+        Some(default) => format!("coalesce(c{c}, CAST({} AS {})) AS c{c}", functions::literal(default), table.columns[c].bare),
+        None => format!("c{c}"),
+    });
+    let (with_ordinality, ord) = if ordinal { (" WITH ORDINALITY", ", ord") } else { ("", "") };
+    let told: Vec<usize> = columns.iter().copied().filter(|c| table.columns[*c].null_sets).collect();
+    let has = |c: usize| format!("raw ? {} AS h{c}", functions::literal(&table.columns[c].name));
+    let (selected, source, raw) = match told.is_empty() {
+        true if values == names => (String::from("*"), "", ""),
+        true => (format!("{values}{ord}"), "", ""),
+        false => (format!("{values}, {}{ord}", list(&told, has)), ", jsonb_array_elements($1)", ", raw"),
+    };
+    format!("SELECT {selected} FROM ROWS FROM (jsonb_to_recordset($1) AS ({definitions}){source}){with_ordinality} AS x ({names}{raw}{ord})")
 }
 
 struct Compiler<'a> {

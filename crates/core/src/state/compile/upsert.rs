@@ -85,7 +85,7 @@ impl Compiler<'_> {
                 "WITH {},\n{}\n{}\n  RETURNING {fresh}",
                 row(self.table, &columns),
                 self.unfolded(&columns, "true"),
-                self.insert(&columns)
+                self.insert(&columns, "")
             ),
             late: self.was_late().map(|late| format!("WITH {}\nSELECT {late} FROM r", row(self.table, &columns))),
         }
@@ -141,7 +141,8 @@ impl Compiler<'_> {
              m (keys, fresh, wrote) AS (SELECT (SELECT count(*) FROM {keys}), count(*) FILTER (WHERE {fresh}), count(*) FROM w),\n\
              n AS (SELECT keys, fresh, wrote, {late} AS late FROM m)\n\
              SELECT fresh, wrote - fresh, 0::bigint, greatest(keys - wrote - {late_keys}, 0), late FROM n",
-            insert = self.insert(columns),
+            // In the order of the keys, so that writers do not deadlock.
+            insert = self.insert(columns, &format!(" ORDER BY {}", self.keys("f."))),
             returned_keys = list(&self.table.key, |c| format!("t.{} AS c{c}", self.quoted(c))),
         )
     }
@@ -226,15 +227,14 @@ impl Compiler<'_> {
         text
     }
 
-    /// INSERT of the folded rows in key order, combined with the row that is there.
-    fn insert(&self, columns: &[usize]) -> String {
+    /// INSERT of the folded rows, in `order`, combined with the row that is there.
+    fn insert(&self, columns: &[usize], order: &str) -> String {
         let names = list(columns, |c| self.quoted(c).to_string());
         let conflict = list(&self.table.key, |c| self.quoted(c).to_string());
         let head = format!(
-            "INSERT INTO {table} AS t ({names})\n  SELECT {sources} FROM f ORDER BY {keys}\n  ON CONFLICT ({conflict}) DO ",
+            "INSERT INTO {table} AS t ({names})\n  SELECT {sources} FROM f{order}\n  ON CONFLICT ({conflict}) DO ",
             table = self.table.qualified,
             sources = list(columns, |c| format!("f.c{c}")),
-            keys = self.keys("f."),
         );
         let values = self.values();
         if values.is_empty() || (self.keeps_whole_rows() && !self.deduplicates()) {
