@@ -10,6 +10,8 @@ pub mod ids;
 pub mod names;
 pub mod rollup;
 pub mod snapshot;
+pub mod sql;
 pub mod state;
 pub mod verdict;
+pub mod watch;
 pub mod window;
