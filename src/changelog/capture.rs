@@ -9,6 +9,7 @@
 use super::epoch;
 use super::images::{check_types, image_sql, key_sql};
 use super::shape::Shape;
+use super::watched;
 use crate::errors::{self, Fault};
 use crate::relation::Relation;
 use crate::shmem::{self, Instance, bells};
@@ -85,6 +86,7 @@ pub fn remove(session: &Session, relation: &Relation) {
         session.execute_once(&format!("DROP TRIGGER IF EXISTS {name} ON {}", relation.qualified));
     }
     session.run(&FORGET, &[arg(relation.oid)]);
+    watched::forget(session, relation.oid);
 }
 
 /// What a statement did to the table.
@@ -160,12 +162,16 @@ unsafe fn capture(trigger: *mut pg_sys::TriggerData) {
         let _owner = Identity::owner();
         let (statement, layout) = statement(session, oid, fingerprint, event);
         let params = [arg(oid), arg(layout), arg(Instant::now()), arg(epoch::required(session))];
-        if event == Event::Truncate {
+        let written = if event == Event::Truncate {
             // The table is locked against everybody; under REPEATABLE READ the transaction's own snapshot may be older than the rows that vanish.
             session.run_prepared_latest(&statement, &params).len()
         } else {
             session.run_prepared(&statement, &params).len()
+        };
+        if written > 0 {
+            watched::note(session, oid);
         }
+        written
     });
     if written > 0 && shmem::get().is_some() {
         bells::ring(Instance::here(), bells::Kind::Changes, oid.to_u32());

@@ -12,3 +12,4 @@ pub mod images;
 pub mod reader;
 pub mod shape;
 pub mod tick;
+pub mod watched;

@@ -113,7 +113,7 @@ thread_local! {
 }
 
 /// The statement that makes jsonb of a table's key ($1), before image ($2) and after image ($3).
-fn document(session: &Session, relation: pg_sys::Oid) -> Rc<Prepared> {
+pub fn document(session: &Session, relation: pg_sys::Oid) -> Rc<Prepared> {
     let shape = Shape::load(session, relation);
     let key = object(shape.key_columns().enumerate().map(|(place, column)| (column, format!("($1::text[])[{}]", place + 1))));
     let image = |param: &str| object(shape.columns.iter().map(|column| (column, format!("({param})[{}]", column.attnum))));

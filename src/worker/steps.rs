@@ -3,7 +3,7 @@
 //! the log and in `stint.maintenance`, and the others go on.
 
 use super::doorbells;
-use crate::{accounting, budget, changelog, history, queue};
+use crate::{accounting, budget, changelog, history, queue, watch};
 
 /// When a step runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -44,6 +44,7 @@ pub const STEPS: &[Step] = &[
     Step { name: "tick task events", when: When::RoundAndBell, run: changelog::feed::step },
     Step { name: "trim task events", when: When::Round, run: changelog::feed::trim_step },
     Step { name: "trim consumers", when: When::Round, run: changelog::consumer::step },
+    Step { name: "trim watches", when: When::Round, run: watch::log::step },
     Step { name: "roll up", when: When::RoundAndBell, run: accounting::roll_up::step },
     Step { name: "doorbells", when: When::Bell, run: doorbells::step },
 ];

@@ -104,7 +104,9 @@ pub fn condition(expr: &Expr, catalogue: &dyn Catalogue, place: Place<'_>) -> Re
     }
     let (now, then) = (truth(expr, catalogue, place)?, truth(expr, catalogue, Place { before, after: before })?);
     // CASE, so that the row before is looked at only where it decides.
-    let sql = format!("CASE WHEN {after} IS NULL THEN false WHEN {now} THEN CASE WHEN {before} IS NULL THEN true ELSE ({then}) IS NOT TRUE END ELSE false END");
+    let sql = format!(
+        "CASE WHEN {after} IS NULL THEN false WHEN {now} THEN CASE WHEN {before} IS NULL THEN true ELSE ({then}) IS NOT TRUE END ELSE false END"
+    );
     Ok(Compiled { sql, on_change: false })
 }
 
@@ -299,7 +301,11 @@ impl Compiler<'_> {
                 self.operator(sign, Some(left.of()), right.of(), a, a)?;
             }
             let side = |(of, sql): (u32, String)| {
-                if equal { sql } else { format!("(SELECT e.enumsortorder FROM pg_catalog.pg_enum e WHERE e.enumtypid = {of} AND e.enumlabel::pg_catalog.text = {sql})") }
+                if equal {
+                    sql
+                } else {
+                    format!("(SELECT e.enumsortorder FROM pg_catalog.pg_enum e WHERE e.enumtypid = {of} AND e.enumlabel::pg_catalog.text = {sql})")
+                }
             };
             let (Some(l), Some(r)) = (left.label(), right.label()) else { return Ok(Term::Null) };
             return Ok(Term::Typed(BOOL, format!("({} OPERATOR(pg_catalog.{sign}) {})", side(l), side(r))));

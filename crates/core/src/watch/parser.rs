@@ -70,7 +70,12 @@ impl Parser<'_> {
             Kind::End => "the text ends".to_string(),
             _ => format!("{} stands there", &self.text[token.at..token.end]),
         };
-        Fault::new(token.at, Why::Syntax, format!("{expected} is expected, but {found}"), "The grammar is in docs/watches.md, such as 'qty < 10 and not discontinued'.")
+        Fault::new(
+            token.at,
+            Why::Syntax,
+            format!("{expected} is expected, but {found}"),
+            "The grammar is in docs/watches.md, such as 'qty < 10 and not discontinued'.",
+        )
     }
 
     fn need_sign(&mut self, sign: &str) -> Result<(), Fault> {

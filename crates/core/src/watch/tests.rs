@@ -150,14 +150,23 @@ fn columns_and_constants_get_their_types() {
         sql("at + '1 day' < '2026-01-01'"),
         "(((a)[4]::pg_catalog.timestamptz OPERATOR(pg_catalog.+) '1 day'::pg_catalog.interval) OPERATOR(pg_catalog.<) '2026-01-01'::pg_catalog.timestamptz)"
     );
-    assert_eq!(sql("\"Odd name\" = 'it''s \\'"), "(((a)[8]::pg_catalog.text COLLATE pg_catalog.\"C\") OPERATOR(pg_catalog.=) E'it''s \\\\'::pg_catalog.text)");
+    assert_eq!(
+        sql("\"Odd name\" = 'it''s \\'"),
+        "(((a)[8]::pg_catalog.text COLLATE pg_catalog.\"C\") OPERATOR(pg_catalog.=) E'it''s \\\\'::pg_catalog.text)"
+    );
     assert_eq!(sql("done"), "(a)[5]::pg_catalog.bool");
     assert_eq!(sql("changed(spot)"), "((b)[7] IS DISTINCT FROM (a)[7])");
     assert_eq!(sql("spot is not null"), "((a)[7] IS NOT NULL)");
     assert_eq!(sql("qty is distinct from null"), "((a)[1]::pg_catalog.int4 IS DISTINCT FROM NULL::pg_catalog.int4)");
-    assert_eq!(sql("qty / price > 1"), "(((a)[1]::pg_catalog.int4 OPERATOR(pg_catalog./) NULLIF((a)[2]::pg_catalog.numeric, 0)) OPERATOR(pg_catalog.>) 1)");
+    assert_eq!(
+        sql("qty / price > 1"),
+        "(((a)[1]::pg_catalog.int4 OPERATOR(pg_catalog./) NULLIF((a)[2]::pg_catalog.numeric, 0)) OPERATOR(pg_catalog.>) 1)"
+    );
     assert_eq!(sql("risk = 'high'"), "((a)[6] OPERATOR(pg_catalog.=) 'high'::pg_catalog.text)");
-    assert!(sql("risk > 'low'").contains("enumsortorder FROM pg_catalog.pg_enum e WHERE e.enumtypid = 90000 AND e.enumlabel::pg_catalog.text = 'low'::pg_catalog.text)"));
+    assert!(
+        sql("risk > 'low'")
+            .contains("enumsortorder FROM pg_catalog.pg_enum e WHERE e.enumtypid = 90000 AND e.enumlabel::pg_catalog.text = 'low'::pg_catalog.text)")
+    );
 }
 
 #[test]
