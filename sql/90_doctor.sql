@@ -118,6 +118,17 @@ findings (number, "check", ok, detail, remedy, advice) AS (
       FROM stint.history p, server s
      WHERE p.expires_at + p.retention / 4 < s.now
     UNION ALL
+    SELECT 127, 'watches can make their tasks', count(p.problem) = 0,
+           coalesce(string_agg(format('%I: %s', p.watch, p.problem), '; ' ORDER BY p.watch), 'each has its table and its queue, and its last task was made'),
+           'Make the queue or raise the limit it names, or drop the watch and declare it anew; stint.watch_history shows what was missed.', NULL
+      FROM (SELECT w.watch,
+                   CASE WHEN NOT EXISTS (SELECT FROM pg_class t WHERE t.oid = w.relation) THEN 'its table is gone'
+                        WHEN NOT EXISTS (SELECT FROM stint.queue_config q WHERE q.queue = w.into_queue) THEN format('queue %I is gone', w.into_queue)
+                        WHEN l.error IS NOT NULL THEN format('%s, at %s', l.error, l.fired_at::timestamptz(0)) END AS problem
+              FROM stint.watch_config w
+              LEFT JOIN LATERAL (SELECT g.error, g.fired_at FROM stint.watch_log g WHERE g.watch = w.watch ORDER BY g.seq DESC LIMIT 1) l ON true) p
+     WHERE p.problem IS NOT NULL
+    UNION ALL
     SELECT 130, 'autovacuum is on', current_setting('autovacuum')::boolean AND current_setting('track_counts')::boolean,
            format('autovacuum = %s, track_counts = %s', current_setting('autovacuum'), current_setting('track_counts')),
            'Turn both on: queue tables turn over fast, and without vacuum they only grow.', NULL

@@ -181,6 +181,7 @@ fn create_schedule(
         let found = config::find(session, queue);
         request.budgets = config::budget_numbers(session, &budget_names);
         enqueue::check_capacity(session, &found, &request);
+        config::keep_from_dropping();
         let made = session.run(
             &INSERT,
             &[
@@ -208,6 +209,7 @@ fn create_schedule(
         if made.is_empty() {
             errors::exists("schedule", name, "Use another name, or drop the schedule that is there: the view stint.schedules shows it.");
         }
+        config::still_stands(session, queue, &found);
     });
 }
 

@@ -160,6 +160,7 @@ fn create_watch(
         request.budgets = config::budget_numbers(session, &budget_names);
         enqueue::check_capacity(session, &found, &request);
         log::forget_dropped(session);
+        config::keep_from_dropping();
         let made = session.run(
             &INSERT,
             &[
@@ -186,6 +187,7 @@ fn create_watch(
         if made.is_empty() {
             errors::exists("watch", name, "Choose another name, or drop the one there is: SELECT stint.drop_watch(…).");
         }
+        config::still_stands(session, queue, &found);
         tell(relation);
         // It counts for all that this transaction does, also before.
         watched::note_watched(relation);
