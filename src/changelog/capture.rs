@@ -168,7 +168,7 @@ unsafe fn capture(trigger: *mut pg_sys::TriggerData) {
         } else {
             session.run_prepared(&statement, &params).len()
         };
-        if written > 0 {
+        if written > 0 && shmem::get().is_some() {
             watched::note(session, oid);
         }
         written

@@ -57,8 +57,13 @@ pub fn forget(session: &Session, relation: pg_sys::Oid) {
 
 /// A number that grows when what is known of the tables met here may have become stale.
 pub fn version() -> u64 {
-    listen();
     VERSION.get()
+}
+
+/// Has [`version`] grow from now on when this table changes: for who is about to read and keep what it has.
+pub fn meet(relation: pg_sys::Oid) {
+    listen();
+    KNOWN.with_borrow_mut(|known| known.insert(relation, true));
 }
 
 /// Registers the callbacks once per backend.

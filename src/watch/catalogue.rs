@@ -1,10 +1,9 @@
 //! What the compiler of conditions asks of the server. Types and operators are PostgreSQL's own; nothing a user made is ever called.
 
+use crate::savepoint;
 use crate::spi::{Session, Statement, arg};
-use pgrx::pg_sys::panic::CaughtError;
 use pgrx::prelude::*;
 use std::ffi::CString;
-use std::panic::AssertUnwindSafe;
 use stint_core::watch::{Catalogue, Column, Operator, Type};
 
 static COLUMNS: Statement = Statement::new(
@@ -128,22 +127,16 @@ impl Catalogue for Server<'_> {
     }
 }
 
-/// Whether the type's input function takes the text. The caller raises an error or undoes its subtransaction where it does not.
+/// Whether the type's input function takes the text.
 fn read(of: pg_sys::Oid, text: &str) -> Result<(), String> {
     let Ok(text) = CString::new(text) else { return Err("it contains a zero byte".to_string()) };
-    let take = || {
+    let taken = savepoint::isolated(|| {
         // SAFETY: the input function of a type of PostgreSQL's own, which reads the text and leaves it as it is.
         unsafe {
             let (mut input, mut element) = (pg_sys::InvalidOid, pg_sys::InvalidOid);
             pg_sys::getTypeInputInfo(of, &mut input, &mut element);
             pg_sys::OidInputFunctionCall(input, text.as_ptr().cast_mut(), element, -1);
         }
-        Ok(())
-    };
-    PgTryBuilder::new(AssertUnwindSafe(take))
-        .catch_others(|error| match error {
-            CaughtError::PostgresError(report) | CaughtError::ErrorReport(report) => Err(report.message().to_string()),
-            other => other.rethrow(),
-        })
-        .execute()
+    });
+    taken.map_err(|(_, reason)| reason)
 }

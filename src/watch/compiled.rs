@@ -115,6 +115,7 @@ fn watch(rows: &Rows, row: usize, broken: Option<String>) -> Watch {
 
 /// Compiles the watches of a table as they are now. What has become of no use since it was declared (a column is gone) is marked broken.
 pub fn load(session: &Session, relation: pg_sys::Oid) -> Set {
+    watched::meet(relation);
     let version = watched::version();
     let rows = session.run(&WATCHES, &[arg(relation)]);
     let server = Server::new(session, relation);

@@ -51,6 +51,7 @@ struct Hit {
     before: Option<pg_sys::Datum>,
     after: Option<pg_sys::Datum>,
     fires: bool,
+    arms: bool,
 }
 
 /// Evaluates what the transaction changed. Called before it commits or is prepared.
@@ -112,8 +113,16 @@ impl Drop for Surroundings {
     }
 }
 
+/// Why something could not be done, where the fault lies in the watch or the row.
+#[derive(Clone)]
+struct Problem {
+    text: String,
+    /// Whether it has nothing to do with the row: every other meets it too.
+    of_all: bool,
+}
+
 /// A change that is at fault, and why.
-type Failed<T> = (T, String);
+type Failed<T> = (T, Problem);
 
 /// The watches of one table at the end of one transaction.
 struct Evaluation {
@@ -131,7 +140,7 @@ impl Evaluation {
                     compiled::keep(self.table, &set);
                     set
                 }
-                Err(problem) => return self.broken(&problem),
+                Err(problem) => return self.broken(&problem.text),
             },
         };
         let mut hits = Vec::new();
@@ -147,31 +156,32 @@ impl Evaluation {
                 self.fail(watch, self.seqs().last().copied().unwrap_or(0), None, problem);
                 continue;
             }
-            let mine: Vec<&Hit> = hits.iter().filter(|hit| hit.watch == number).collect();
-            let (fire, arm): (Vec<&Hit>, Vec<&Hit>) = mine.into_iter().partition(|hit| hit.fires);
-            self.fire(&set, watch, &fire);
-            if !arm.is_empty() {
-                let keys: Vec<String> = arm.iter().map(|hit| hit.key.clone()).collect();
+            let mine = || hits.iter().filter(|hit| hit.watch == number);
+            self.fire(&set, watch, &mine().filter(|hit| hit.fires).collect::<Vec<_>>());
+            // Last: what a change arms again, it was disarmed for, and does not fire for.
+            let keys: Vec<String> = mine().filter(|hit| hit.arms).map(|hit| hit.key.clone()).collect();
+            if !keys.is_empty() {
                 connect(|session| session.run_latest(&ARM, &[arg(watch.name.as_str()), arg(keys)]));
             }
         }
     }
 
-    /// Runs `work` in a subtransaction; why it failed, if the fault lies in the watch or the row.
-    fn isolated<T>(&self, work: impl FnOnce(&Session) -> T) -> Result<T, String> {
-        savepoint::isolated(|| connect(work)).map_err(|(code, problem)| {
+    /// Runs `work` in a subtransaction.
+    fn isolated<T>(&self, work: impl FnOnce(&Session) -> T) -> Result<T, Problem> {
+        savepoint::isolated(|| connect(work)).map_err(|(code, text)| {
             if errors::passes_by_itself(code) {
-                Fault::new(code, problem)
+                Fault::new(code, text)
                     .detail("It happened while watches were evaluated as the transaction committed.")
                     .hint("Repeat the transaction.")
                     .raise()
             }
-            problem
+            use PgSqlErrorCode::{ERRCODE_INSUFFICIENT_PRIVILEGE, ERRCODE_UNDEFINED_OBJECT};
+            Problem { text, of_all: matches!(code, ERRCODE_INSUFFICIENT_PRIVILEGE | ERRCODE_UNDEFINED_OBJECT) }
         })
     }
 
     /// What the given watches do for the changes in a range of numbers.
-    fn find(&self, set: &Set, watches: &[i32], (first, last): (i64, i64)) -> Result<Vec<Hit>, String> {
+    fn find(&self, set: &Set, watches: &[i32], (first, last): (i64, i64)) -> Result<Vec<Hit>, Problem> {
         let Some(find) = &set.find else { return Ok(Vec::new()) };
         self.isolated(|session| {
             let _pinned = images::Pinned::set();
@@ -184,6 +194,7 @@ impl Evaluation {
                     before: rows.lift(row, 4),
                     after: rows.lift(row, 5),
                     fires: rows.must(row, 6),
+                    arms: rows.must(row, 7),
                 })
                 .collect()
         })
@@ -203,7 +214,7 @@ impl Evaluation {
             &mut failed,
         );
         if let Some(watch) = usize::try_from(number).ok().and_then(|number| set.watches.get(number)) {
-            failed.iter().for_each(|(seq, problem)| self.fail(watch, *seq, None, problem));
+            failed.iter().for_each(|(seq, problem)| self.fail(watch, *seq, None, &problem.text));
         }
         hits
     }
@@ -224,7 +235,7 @@ impl Evaluation {
             &mut |part: &[&Hit]| if part.is_empty() { Ok(()) } else { self.isolated(|session| self.enqueue(session, set, watch, part)) },
             &mut failed,
         );
-        failed.iter().for_each(|(hit, problem)| self.fail(watch, hit.seq, Some(&hit.key), problem));
+        failed.iter().for_each(|(hit, problem)| self.fail(watch, hit.seq, Some(&hit.key), &problem.text));
     }
 
     fn enqueue(&self, session: &Session, set: &Set, watch: &Watch, hits: &[&Hit]) {
@@ -261,10 +272,10 @@ impl Evaluation {
 }
 
 /// Does `work` for all items at once, or, where that fails, for each half, down to the items that are at fault.
-fn halve<T: Copy>(items: &[T], work: &mut dyn FnMut(&[T]) -> Result<(), String>, failed: &mut Vec<Failed<T>>) {
+fn halve<T: Copy>(items: &[T], work: &mut dyn FnMut(&[T]) -> Result<(), Problem>, failed: &mut Vec<Failed<T>>) {
     match (work(items), items) {
         (Ok(()), _) | (_, []) => {}
-        (Err(problem), [one]) => failed.push((*one, problem)),
+        (Err(problem), _) if items.len() == 1 || problem.of_all => failed.extend(items.iter().map(|item| (*item, problem.clone()))),
         (Err(_), _) => {
             let (left, right) = items.split_at(items.len() / 2);
             halve(left, work, failed);

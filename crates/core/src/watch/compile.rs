@@ -311,7 +311,10 @@ impl Compiler<'_> {
             return Ok(Term::Typed(BOOL, format!("({} OPERATOR(pg_catalog.{sign}) {})", side(l), side(r))));
         }
         let on = if matches!(a.node, Node::Column(..)) { a } else { b };
-        let operator = self.operator(sign, Some(left.of()), right.of(), a, on)?;
+        let operator = match self.less_interval(sign, &left, &right) {
+            Some(operator) => operator,
+            None => self.operator(sign, Some(left.of()), right.of(), a, on)?,
+        };
         let (of_left, of_right) = (operator.left.or(left.of()).or(right.of()), operator.right.or(right.of()).or(left.of()));
         let left = self.typed(left, of_left, a)?;
         let mut right = self.typed(right, of_right, b)?;
@@ -319,6 +322,16 @@ impl Compiler<'_> {
             right = format!("NULLIF({right}, 0)");
         }
         Ok(Term::Typed(operator.result, format!("({left} OPERATOR(pg_catalog.{sign}) {right})")))
+    }
+
+    /// `at - '1 day'`: PostgreSQL would read the constant as another time, since two times can be subtracted; what is no time, but is an interval, is one here.
+    fn less_interval(&self, sign: &str, left: &Term, right: &Term) -> Option<Operator> {
+        const INTERVAL: Type = Type::Base(1186);
+        let (Some(of), Term::Text(text)) = (left.of(), right) else { return None };
+        if sign != "-" || of == INTERVAL || self.catalogue.constant(of, text).is_ok() || self.catalogue.constant(INTERVAL, text).is_err() {
+            return None;
+        }
+        self.catalogue.operator("-", Some(Some(of)), Some(INTERVAL))
     }
 
     /// Both sides where they are labels of one enum.

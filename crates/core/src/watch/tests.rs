@@ -36,7 +36,7 @@ impl Catalogue for Shop {
         let number = |of: Option<Type>| matches!(of, Some(Type::Base(INT | NUMERIC)));
         let compares = !matches!(name, "+" | "-" | "*" | "/" | "%");
         let Some(left) = left else { return number(right).then(|| Operator { left: None, right, result: right.unwrap() }) };
-        if left == Some(Type::Base(AT)) && name == "+" {
+        if left == Some(Type::Base(AT)) && (name == "+" || name == "-" && right == Some(Type::Base(INTERVAL))) {
             return Some(Operator { left, right: Some(Type::Base(INTERVAL)), result: Type::Base(AT) });
         }
         let (l, r) = (left.or(right)?, right.or(left)?);
@@ -49,6 +49,8 @@ impl Catalogue for Shop {
     fn constant(&self, of: Type, text: &str) -> Result<(), String> {
         match of {
             Type::Base(INT) if text.parse::<i32>().is_err() => Err(format!("\"{text}\" is no integer")),
+            Type::Base(AT) if !text.starts_with("20") => Err(format!("\"{text}\" is no time")),
+            Type::Base(INTERVAL) if !text.ends_with("day") => Err(format!("\"{text}\" is no interval")),
             Type::Enum(_) if !["low", "high"].contains(&text) => Err(format!("\"{text}\" is no label")),
             _ => Ok(()),
         }
