@@ -520,3 +520,14 @@ def test_the_functions_need_no_right_on_tables(server, database, conn, connect):
             call(conn, "latency")
         with pytest.raises(psycopg.errors.InsufficientPrivilege), conn.transaction():
             conn.execute("SELECT FROM stint.usage_rollups")
+
+
+def test_more_cached_tokens_than_input_are_refused(conn):
+    queue = Queue(conn)
+    queue.enqueue()
+    task = queue.one()
+    for end in queue.complete, queue.fail:
+        with pytest.raises(psycopg.errors.InvalidParameterValue, match='"cached_tokens" is 11') as raised:
+            end(task, input_tokens=10, cached_tokens=11)
+        assert "part of the input" in raised.value.diag.message_hint
+    assert queue.complete(task, input_tokens=10, cached_tokens=10).outcome == "completed"
