@@ -531,3 +531,10 @@ def test_more_cached_tokens_than_input_are_refused(conn):
             end(task, input_tokens=10, cached_tokens=11)
         assert "part of the input" in raised.value.diag.message_hint
     assert queue.complete(task, input_tokens=10, cached_tokens=10).outcome == "completed"
+
+
+def test_an_unknown_time_zone_is_refused_with_the_nearest(conn):
+    for function in "usage_by", "latency":
+        with pytest.raises(psycopg.errors.InvalidParameterValue, match='time zone "Europe/Berln" is not known') as raised:
+            call(conn, function, by="day", time_zone="Europe/Berln")
+        assert 'Did you mean "Europe/Berlin"?' in raised.value.diag.message_hint
