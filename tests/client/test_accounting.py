@@ -538,3 +538,15 @@ def test_an_unknown_time_zone_is_refused_with_the_nearest(conn):
         with pytest.raises(psycopg.errors.InvalidParameterValue, match='time zone "Europe/Berln" is not known') as raised:
             call(conn, function, by="day", time_zone="Europe/Berln")
         assert 'Did you mean "Europe/Berlin"?' in raised.value.diag.message_hint
+
+
+def test_a_dashboard_of_nothing_has_the_shape_of_one_of_something(conn):
+    queue = Queue(conn)
+    queue.enqueue()
+    queue.complete(queue.one(), confidence="0.505", input_tokens=3)
+    empty, full = (value(conn, "SELECT stint.dashboard(agent => %s)->'usage'", agent) for agent in ("nobody", None))
+    assert empty.keys() == full.keys()
+    assert {name: number for name, number in empty.items() if not name.startswith(("median", "p9"))} == dict.fromkeys(
+        ["attempts", "input_tokens", "cached_tokens", "output_tokens", "model_cost", "compute_cost", "cost"], 0
+    )
+    assert empty["median_run_ms"] is None and full["attempts"] == 1 and full["input_tokens"] == 3
