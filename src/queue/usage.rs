@@ -80,7 +80,8 @@ impl<'a> Usage<'a> {
         input::money("model_cost", self.model_cost);
         input::money("compute_cost", self.compute_cost);
         if let Some(confidence) = self.confidence {
-            input::number("confidence", f64::from(confidence), 0.0, 1.0);
+            // By its text, so that an error shows what was given: 1.0001 as it is, and not the nearest double of the nearest float.
+            input::number("confidence", confidence.to_string().parse().unwrap_or(f64::NAN), 0.0, 1.0);
         }
         input::json("meta", self.meta);
         self

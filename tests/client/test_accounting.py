@@ -550,3 +550,16 @@ def test_a_dashboard_of_nothing_has_the_shape_of_one_of_something(conn):
         ["attempts", "input_tokens", "cached_tokens", "output_tokens", "model_cost", "compute_cost", "cost"], 0
     )
     assert empty["median_run_ms"] is None and full["attempts"] == 1 and full["input_tokens"] == 3
+
+
+def test_a_confidence_is_what_was_given(conn):
+    queue = Queue(conn)
+    queue.fill(3)
+    with conn.transaction():  # in one, or a roll-up may come between
+        tasks = queue.claim(max=3)
+        with pytest.raises(psycopg.errors.InvalidParameterValue, match='"confidence" is 1.0001, it must'), conn.transaction():
+            queue.complete(tasks[0], confidence="1.0001")
+        for task, given in zip(tasks, ("0.505", "0.1", "0.333")):
+            queue.complete(task, confidence=given)
+        assert value(conn, "SELECT array_agg(confidence::text ORDER BY confidence) FROM stint.attempts") == ["0.1", "0.333", "0.505"]
+        assert value(conn, "SELECT array_agg(confidence::text ORDER BY confidence) FROM stint.usage_tail") == ["0.1", "0.333", "0.505"]
