@@ -40,7 +40,7 @@ pub struct Set {
     pub relation: String,
     /// By number.
     pub watches: Vec<Watch>,
-    /// Finds what they fire for.
+    /// Finds what they fire for: two answers of each watch that is not broken, in their order.
     pub find: Option<Prepared>,
 }
 
@@ -143,7 +143,7 @@ pub fn load(session: &Session, relation: pg_sys::Oid) -> Set {
 /// `$1` the epoch, `$2` the table, `$3` the watches to evaluate, `$4` and `$5` the first and the last number of a change.
 const TYPES: &[pg_sys::Oid] = &[pg_sys::INT4OID, pg_sys::OIDOID, pg_sys::INT4ARRAYOID, pg_sys::INT8OID, pg_sys::INT8OID];
 
-/// One watch's row of the statement's VALUES.
+/// Whether one watch fires, and whether it arms a key again: two expressions.
 fn part(number: usize, name: &str, condition: &str, rearm: Option<&str>, paused: bool) -> String {
     // All in the CASE: a condition that cannot be evaluated for one change must not be evaluated where another is asked for.
     let when = |sql: &str| {
@@ -157,20 +157,22 @@ fn part(number: usize, name: &str, condition: &str, rearm: Option<&str>, paused:
         let disarmed = format!("EXISTS (SELECT FROM stint.watch_disarmed d WHERE d.watch = {} AND d.key = n.key)", reader::quote(name));
         when(&format!("CASE WHEN {disarmed} THEN {rearm} ELSE false END"))
     });
-    format!("({number}, {fires}, {arms})")
+    format!("{fires}, {arms}")
 }
 
-/// The net changes of this transaction, one for each key, and what fires and what arms again for each of them.
+/// The net changes of this transaction, one for each key, for which something fires or arms again, with the two answers of each of `parts`. Not a join with VALUES,
+/// which PostgreSQL makes ready anew for every row; and behind OFFSET, so that each condition is evaluated once.
 fn statement(parts: &[String]) -> String {
     format!(
-        "SELECT w.number, n.seq, n.key, n.before, n.after, w.fires, w.arms
-         FROM (SELECT c.key, c.seq, first_value(c.before) OVER k AS before, c.after, lead(c.seq) OVER k IS NULL AS last
-               FROM stint.change_log c
-               WHERE c.epoch = $1 AND c.xid = pg_current_xact_id() AND c.relation = $2
-               WINDOW k AS (PARTITION BY c.key ORDER BY c.seq)) n
-         CROSS JOIN LATERAL (VALUES {}) w (number, fires, arms)
-         WHERE w.fires OR w.arms
-         ORDER BY w.number, n.seq",
+        "SELECT w.seq, w.key, w.before, w.after, w.answers
+         FROM (SELECT n.seq, n.key, n.before, n.after, ARRAY[{}] AS answers
+               FROM (SELECT c.key, c.seq, first_value(c.before) OVER k AS before, c.after, lead(c.seq) OVER k IS NULL AS last
+                     FROM stint.change_log c
+                     WHERE c.epoch = $1 AND c.xid = pg_current_xact_id() AND c.relation = $2
+                     WINDOW k AS (PARTITION BY c.key ORDER BY c.seq)) n
+               OFFSET 0) w
+         WHERE true = ANY (w.answers)
+         ORDER BY w.seq",
         parts.join(", ")
     )
 }

@@ -186,17 +186,18 @@ impl Evaluation {
         self.isolated(|session| {
             let _pinned = images::Pinned::set();
             let rows = session.run_own_latest(find, &[arg(self.epoch), arg(self.table), arg(watches.to_vec()), arg(first), arg(last)]);
-            (0..rows.len())
-                .map(|row| Hit {
-                    watch: usize::try_from(rows.must::<i32>(row, 1)).unwrap_or(0),
-                    seq: rows.must(row, 2),
-                    key: rows.must(row, 3),
-                    before: rows.lift(row, 4),
-                    after: rows.lift(row, 5),
-                    fires: rows.must(row, 6),
-                    arms: rows.must(row, 7),
-                })
-                .collect()
+            let sound: Vec<usize> = (0..set.watches.len()).filter(|number| set.watches[*number].broken.is_none()).collect();
+            let mut hits = Vec::new();
+            for row in 0..rows.len() {
+                let (seq, key): (i64, String) = (rows.must(row, 1), rows.must(row, 2));
+                let (before, after) = (rows.lift(row, 3), rows.lift(row, 4));
+                let answers: Vec<bool> = rows.must(row, 5);
+                for (watch, answer) in sound.iter().zip(answers.chunks(2)).filter(|(_, answer)| answer.contains(&true)) {
+                    let (fires, arms) = (answer.first() == Some(&true), answer.last() == Some(&true));
+                    hits.push(Hit { watch: *watch, seq, key: key.clone(), before, after, fires, arms });
+                }
+            }
+            hits
         })
     }
 

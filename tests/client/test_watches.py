@@ -384,6 +384,32 @@ def test_dropping_a_state_drops_its_watches_and_a_dropped_table_leaves_none_behi
     assert value(conn, left) == 0
 
 
+def test_a_queue_in_which_schedules_or_watches_make_tasks_is_not_dropped(conn, goods):
+    goods("qty < 10")
+    call(conn, "create_schedule", queue="buy", name="nightly", cron="@daily", payload="{}")
+    for force in False, True:
+        with pytest.raises(psycopg.errors.DependentObjectsStillExist) as error:
+            call(conn, "drop_queue", queue="buy", force=force)
+        assert error.value.diag.message_detail == "They come from schedule nightly, watch low." and "drop_watch" in error.value.diag.message_hint
+    call(conn, "drop_watch", name="low")
+    call(conn, "drop_schedule", name="nightly")
+    call(conn, "drop_queue", queue="buy")
+
+
+def test_ten_thousand_edges_of_one_transaction_make_ten_thousand_tasks_and_a_queue_that_is_gone_none(conn, goods):
+    goods("qty < 10", rearm="qty > 20")
+    conn.execute("INSERT INTO goods SELECT n, 1 FROM generate_series(1, 10000) n")
+    assert (watch_row(conn).fired, watch_row(conn).disarmed) == (10000, 10000)
+    conn.execute("UPDATE goods SET qty = 30")
+    assert watch_row(conn).disarmed == 0
+    # As it is in a database that was put together by hand.
+    conn.execute("UPDATE stint.watch_config SET into_queue = 'gone'")
+    conn.execute("ANALYZE goods")
+    conn.execute("UPDATE goods SET qty = 1")
+    row = watch_row(conn)
+    assert (row.fired, row.failed, row.disarmed) == (10000, 10000, 0) and 'queue "gone" does not exist' in row.last_error
+
+
 def test_the_log_is_trimmed_and_still_counted(conn, goods):
     goods("qty < 10")
     conn.execute("INSERT INTO goods SELECT n, 1 FROM generate_series(1, 1500) n")
