@@ -135,4 +135,5 @@ impl Fault {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests;
