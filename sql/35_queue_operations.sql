@@ -108,9 +108,9 @@ AS 'MODULE_PATHNAME', 'drop_queue_wrapper';
 REVOKE ALL ON FUNCTION stint.drop_queue FROM PUBLIC;
 COMMENT ON FUNCTION stint.drop_queue IS
 'Removes a queue. One that has tasks, live or finished, is refused (2BP01) unless force is true: then they go with their keys, attempts, usage and outcomes, and a worker
-that still runs one learns from its next call that the queue is unknown. Budgets stay.
+that still runs one learns from its next call that the queue is unknown. Budgets stay. One in which schedules or watches make tasks is refused (2BP01) also then: drop those first.
 Locks the tables of live tasks against writers for its last step: it waits for open transactions that wrote to them, and other queues wait
-for it meanwhile; set lock_timeout. Errors: 42704 unknown queue; 2BP01 it has tasks; 25001 under REPEATABLE READ.';
+for it meanwhile; set lock_timeout. Errors: 42704 unknown queue; 2BP01 it has tasks, or schedules or watches make tasks in it; 25001 under REPEATABLE READ.';
 
 CREATE FUNCTION stint.enqueue_once(
     queue text,

@@ -160,7 +160,7 @@ SELECT pg_catalog.date_bin('1 minute', v.ended_at, '2000-01-01 00:00:00+00') AS 
        CASE WHEN v.attempts = 1 AND v.attempt = 1
             THEN greatest(extract(epoch FROM v.started_at - greatest(f.enqueued_at, f.run_at)), 0)::double precision * 1e6 END AS wait,
        CASE WHEN v.attempts = 1 THEN greatest(extract(epoch FROM v.ended_at - v.started_at), 0)::double precision * 1e6 END AS run,
-       v.confidence::double precision AS confidence
+       v.confidence::numeric::double precision AS confidence
 FROM (
     SELECT a.queue, a.id, a.attempt, a.started_at, a.ended_at, a.ended, w.*
     FROM stint.new_attempts a

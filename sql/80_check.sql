@@ -42,6 +42,14 @@ AS $$
     SELECT 'every waiting task stands in a lane of its queue', p.queue, p.id, p.place || ', lane ' || p.lane
     FROM places p WHERE NOT EXISTS (SELECT FROM stint.lanes l WHERE l.queue = p.queue AND l.lane = p.lane)
     UNION ALL
+    SELECT 'what is kept of a watch belongs to one', NULL, NULL, x.what
+    FROM (SELECT l.watch, 'log of "' || l.watch || '"' AS what FROM stint.watch_log l
+          UNION SELECT d.watch, 'disarmed keys of "' || d.watch || '"' FROM stint.watch_disarmed d) x
+    WHERE NOT EXISTS (SELECT FROM stint.watch_config c WHERE c.watch = x.watch)
+    UNION ALL
+    SELECT 'only watches with a rearm condition disarm keys', NULL, NULL, 'watch "' || c.watch || '"'
+    FROM stint.watch_config c WHERE c.rearm IS NULL AND EXISTS (SELECT FROM stint.watch_disarmed d WHERE d.watch = c.watch)
+    UNION ALL
     SELECT 'a lane of a group holds tasks of that group only', p.queue, p.id, p.place || ' in the lane of group "' || l.group_key || '"'
     FROM places p
     JOIN stint.lanes l ON l.queue = p.queue AND l.lane = p.lane

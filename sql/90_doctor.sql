@@ -135,12 +135,23 @@ findings (number, "check", ok, detail, remedy, advice) AS (
            'SELECT * FROM stint.freshness shows each; stint.poisoned_events shows what was set aside, stint.rebuild(…) tries it again and stint.skip_event(…) gives it up.', NULL
       FROM stint.freshness f
     UNION ALL
-    SELECT 128, 'changes go when they are past their history', count(*) = 0,
+    SELECT 126, 'changes go when they are past their history', count(*) = 0,
            coalesce('kept for more than a quarter beyond it: ' || string_agg(c.relation::text, ', ' ORDER BY c.relation::text), 'none is kept much longer than its table''s history says'),
            'A tick goes when all tables that changed in it are past their history: SELECT relation, history FROM stint.captures shows which keeps longest; stint.set_history changes it. SELECT * FROM stint.expire_changes() lets go now.',
            NULL
       FROM stint.captures c, server s
      WHERE EXISTS (SELECT FROM stint.ticks t WHERE t.at < s.now - c.history * 1.25 - s.patience AND NOT t.expired AND c.relation = ANY (t.relations))
+    UNION ALL
+    SELECT 129, 'watches can make their tasks', count(p.problem) = 0,
+           coalesce(string_agg(format('%I: %s', p.watch, p.problem), '; ' ORDER BY p.watch), 'each has its table and its queue, and its last task was made'),
+           'Make the queue or raise the limit it names, or drop the watch and declare it anew; stint.watch_history shows what was missed.', NULL
+      FROM (SELECT w.watch,
+                   CASE WHEN NOT EXISTS (SELECT FROM pg_class t WHERE t.oid = w.relation) THEN 'its table is gone'
+                        WHEN NOT EXISTS (SELECT FROM stint.queue_config q WHERE q.queue = w.into_queue) THEN format('queue %I is gone', w.into_queue)
+                        WHEN l.error IS NOT NULL THEN format('%s, at %s', l.error, l.fired_at::timestamptz(0)) END AS problem
+              FROM stint.watch_config w
+              LEFT JOIN LATERAL (SELECT g.error, g.fired_at FROM stint.watch_log g WHERE g.watch = w.watch ORDER BY g.seq DESC LIMIT 1) l ON true) p
+     WHERE p.problem IS NOT NULL
     UNION ALL
     SELECT 130, 'autovacuum is on', current_setting('autovacuum')::boolean AND current_setting('track_counts')::boolean,
            format('autovacuum = %s, track_counts = %s', current_setting('autovacuum'), current_setting('track_counts')),

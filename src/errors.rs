@@ -92,3 +92,18 @@ pub fn unknown(kind: &str, name: &str, similar: Option<&str>, hint: &str) -> ! {
 pub fn exists(kind: &str, name: &str, hint: &str) -> ! {
     Fault::new(PgSqlErrorCode::ERRCODE_DUPLICATE_OBJECT, format!("{kind} \"{name}\" already exists")).hint(hint).raise()
 }
+
+/// Whether an error may be gone at the next try: it says nothing about what was tried.
+pub fn passes_by_itself(code: PgSqlErrorCode) -> bool {
+    // The first two characters of an SQLSTATE, as PostgreSQL packs it.
+    let class = |code: PgSqlErrorCode| code as i32 & 0xfff;
+    code == PgSqlErrorCode::ERRCODE_LOCK_NOT_AVAILABLE
+        || [
+            PgSqlErrorCode::ERRCODE_TRANSACTION_ROLLBACK,
+            PgSqlErrorCode::ERRCODE_INSUFFICIENT_RESOURCES,
+            PgSqlErrorCode::ERRCODE_OPERATOR_INTERVENTION,
+            PgSqlErrorCode::ERRCODE_SYSTEM_ERROR,
+        ]
+        .into_iter()
+        .any(|like| class(like) == class(code))
+}

@@ -1,9 +1,11 @@
 //! What happens when a transaction ends. Whatever a verb did in shared memory is remembered here with its subtransaction, made final at commit, after the
 //! commit is visible, and undone at abort, also of a savepoint and of a terminated session. Nothing called at commit allocates, runs SQL or raises: an error
-//! there is a server PANIC.
+//! there is a server PANIC. Before commit all that may be done: watches are evaluated there.
 
+use crate::changelog::watched;
 use crate::errors::Fault;
 use crate::shmem::{bells, budgets, config, fair, heads, waiters, workers};
+use crate::watch;
 use pgrx::pg_sys::{SubXactEvent, XactEvent};
 use pgrx::prelude::*;
 use std::cell::RefCell;
@@ -85,7 +87,11 @@ pub fn init() {
 #[pg_guard]
 unsafe extern "C-unwind" fn on_xact(event: XactEvent::Type, _arg: *mut c_void) {
     match event {
-        XactEvent::XACT_EVENT_PRE_PREPARE => refuse_prepare(),
+        XactEvent::XACT_EVENT_PRE_COMMIT => watch::fire::before_commit(),
+        XactEvent::XACT_EVENT_PRE_PREPARE => {
+            watch::fire::before_commit();
+            refuse_prepare();
+        }
         XactEvent::XACT_EVENT_COMMIT => {
             budgets::PENDING.with(|p| p.drain(budgets::commit));
             fair::PENDING.with(|p| p.drain(fair::commit));
@@ -110,6 +116,7 @@ unsafe extern "C-unwind" fn on_xact(event: XactEvent::Type, _arg: *mut c_void) {
             waiters::PENDING.with(|p| p.drain(waiters::abort));
             waiters::pass_on();
             workers::PENDING.with(|p| p.drain(|_| ()));
+            watched::PENDING.with(|p| p.drain(|_| ()));
         }
         XactEvent::XACT_EVENT_PREPARE => {
             heads::prepared();
@@ -154,6 +161,7 @@ unsafe extern "C-unwind" fn on_subxact(event: SubXactEvent::Type, me: pg_sys::Su
             bells::PENDING.with(|p| p.reassign(me, parent));
             waiters::PENDING.with(|p| p.reassign(me, parent));
             workers::PENDING.with(|p| p.reassign(me, parent));
+            watched::PENDING.with(|p| p.reassign(me, parent));
         }
         SubXactEvent::SUBXACT_EVENT_ABORT_SUB => {
             budgets::PENDING.with(|p| p.drain_sub(me, budgets::abort));
@@ -167,6 +175,7 @@ unsafe extern "C-unwind" fn on_subxact(event: SubXactEvent::Type, me: pg_sys::Su
             waiters::PENDING.with(|p| p.drain_sub(me, waiters::abort));
             waiters::pass_on();
             workers::PENDING.with(|p| p.drain_sub(me, |_| ()));
+            watched::PENDING.with(|p| p.drain_sub(me, |_| ()));
         }
         _ => {}
     }

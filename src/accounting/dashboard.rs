@@ -41,6 +41,8 @@ static PAGE: Statement = Statement::new(
              from used u
              cross join lateral (values ('all', null), ('queue', u.queue), ('agent', nullif(u.agent, '')), ('model', nullif(u.model, ''))) as g (by, name)
              group by g.by, g.name
+             union all
+             select 'all', null, 0, 0, 0, 0, 0, 0, 0, null, null, null where not exists (select from used)
          ), lines as (
              select s.by, row_number() over (partition by s.by order by s.cost desc, s.attempts desc, s.name) as place,
                     jsonb_build_object('attempts', s.attempts, 'input_tokens', s.input_tokens, 'cached_tokens', s.cached_tokens, 'output_tokens', s.output_tokens,

@@ -4,7 +4,7 @@ use super::filter::{ENDED, Filter, group_key, group_label, one_of, sql, task_row
 use super::histogram;
 use crate::spi::{self, Rows, Session, Statement, arg};
 use crate::values::{Instant, RawInterval, RawNumeric, SECOND};
-use crate::{input, shmem};
+use crate::{errors, input, savepoint, shmem};
 use pgrx::prelude::*;
 use std::collections::HashMap;
 use stint_core::histogram::{DURATION_ERROR, Histogram, SHARE_ERROR, Scale};
@@ -72,13 +72,28 @@ fn coarsest(by: Option<&str>, zone: &str) -> Level {
     }
 }
 
-/// PostgreSQL's own error where it does not know the zone.
+/// Raises an error where PostgreSQL does not know the zone.
 static ZONE: Statement = Statement::new(c"select now() at time zone $1", &[pg_sys::TEXTOID]);
+static ZONE_NAMES: Statement = Statement::new(c"select n.name from pg_timezone_names n where n.name !~ '^(posix|right)/'", &[]);
 
 fn checked_zone<'a>(session: &Session, zone: Option<&'a str>) -> &'a str {
     let zone = input::given("time_zone", zone);
-    session.read(&ZONE, &[arg(zone)]);
+    let known = savepoint::isolated(|| spi::connect(|session| session.read(&ZONE, &[arg(zone)]).len()));
+    if known.is_err() {
+        unknown_zone(session, zone)
+    }
     zone
+}
+
+fn unknown_zone(session: &Session, zone: &str) -> ! {
+    let rows = session.read(&ZONE_NAMES, &[]);
+    let names: Vec<String> = (0..rows.len()).map(|row| rows.must(row, 1)).collect();
+    let near =
+        stint_core::names::nearest(zone, names.iter().map(String::as_str)).map(|near| format!("Did you mean \"{near}\"? ")).unwrap_or_default();
+    errors::invalid(
+        format!("time zone \"{zone}\" is not known"),
+        format!("{near}Names are those of the IANA database, such as 'Europe/Berlin' or 'UTC'; the view pg_timezone_names has all."),
+    )
 }
 
 /// See the SQL COMMENT of stint.usage_by.

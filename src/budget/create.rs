@@ -1,8 +1,9 @@
 //! `stint.create_budget`: a named limit that tasks draw on.
 
 use super::settings::{Settings, TYPES};
+use crate::errors::Fault;
 use crate::shmem::{self, config};
-use crate::spi::{self, Statement, arg};
+use crate::spi::{self, Session, Statement, arg};
 use crate::values::{RawInterval, RawNumeric};
 use crate::{errors, input};
 use pgrx::prelude::*;
@@ -15,6 +16,22 @@ static INSERT: Statement = Statement::new(
       on conflict (budget) do nothing",
     &TYPES,
 );
+
+static COUNT: Statement = Statement::new(c"select count(*) from stint.budget_config", &[]);
+
+/// Refuses a budget whose live usage would find no room in shared memory, even if no other database had one.
+fn check_room(session: &Session, name: &str) {
+    let budgets: i64 = session.run(&COUNT, &[]).must(0, 1);
+    let room = i64::try_from(shmem::budgets_of_one_database()).unwrap_or(i64::MAX);
+    if budgets > room {
+        Fault::new(
+            PgSqlErrorCode::ERRCODE_CONFIGURATION_LIMIT_EXCEEDED,
+            format!("budget \"{name}\" cannot be made: there is room for {room} in this database"),
+        )
+        .hint("Drop budgets that nothing draws on, or raise the setting stint.max_budgets and restart the server.")
+        .raise();
+    }
+}
 
 /// See the SQL COMMENT of stint.create_budget.
 #[pg_extern(sql = false)]
@@ -54,6 +71,7 @@ fn create_budget(
         if made.is_empty() {
             errors::exists("budget", name, "Use another name, or the budget that is there: the view stint.budgets shows its limits.");
         }
+        check_room(session, name);
         config::changed();
     });
 }

@@ -7,7 +7,7 @@
 use super::gone::Move;
 use super::images::{check_types, image_sql, key_sql};
 use super::shape::Shape;
-use super::{cause, epoch, gone, order, partitions};
+use super::{cause, epoch, gone, order, partitions, watched};
 use crate::errors::{self, Fault};
 use crate::relation::Relation;
 use crate::shmem::{self, Instance, bells};
@@ -86,6 +86,7 @@ pub fn remove(session: &Session, relation: &Relation) {
     gone::remove(session, relation.oid);
     session.run(&FORGET_IMAGES, &[arg(relation.oid)]);
     session.run(&FORGET, &[arg(relation.oid)]);
+    watched::forget(session, relation.oid);
 }
 
 /// Makes a table's capture triggers; those of a partition say that what they tell belongs to its root.
@@ -184,7 +185,7 @@ unsafe fn capture(trigger: *mut pg_sys::TriggerData) {
     }
     // SAFETY: the relation is open and locked by the statement.
     let (oid, shape_now) = unsafe { ((*rel).rd_id, fingerprint(rel)) };
-    let told = connect(|session| {
+    connect(|session| {
         // SAFETY: makes the transition tables known by name in this SPI level.
         unsafe { pg_sys::SPI_register_trigger_data(trigger) };
         let _owner = Identity::owner();
@@ -221,16 +222,15 @@ unsafe fn capture(trigger: *mut pg_sys::TriggerData) {
         };
         (written > 0).then(|| {
             order::settle(session, epoch, table, ended, wrote, event != Event::Insert);
-            table
+            told(session, table);
         })
     });
-    if let Some(table) = told {
-        ring(table);
-    }
 }
 
-fn ring(table: pg_sys::Oid) {
+/// Changes of a state table were logged.
+fn told(session: &Session, table: pg_sys::Oid) {
     if shmem::get().is_some() {
+        watched::note(session, table);
         bells::ring(Instance::here(), bells::Kind::Changes, table.to_u32());
     }
 }
@@ -244,7 +244,7 @@ pub fn whole(session: &Session, table: pg_sys::Oid, name: &str, event: Event) {
     gone::follow_partition(session, table, name, if event == Event::Truncate { Move::Emptied } else { Move::Joined });
     let written = session.run_prepared_latest(&statement, &[arg(table), arg(layout), arg(Instant::now()), arg(epoch)]);
     if !written.is_empty() {
-        ring(table);
+        told(session, table);
     }
 }
 

@@ -6,6 +6,7 @@ use pgrx::prelude::*;
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
+pub use stint_core::sql::literal as quote;
 
 /// SQL for the key of a change as an object; `key` is SQL for the text kept with it.
 pub fn key_sql(shape: &Shape, key: &str) -> String {
@@ -79,10 +80,4 @@ fn is_number(type_oid: pg_sys::Oid) -> bool {
         type_oid,
         pg_sys::INT2OID | pg_sys::INT4OID | pg_sys::INT8OID | pg_sys::NUMERICOID | pg_sys::FLOAT4OID | pg_sys::FLOAT8OID | pg_sys::OIDOID
     )
-}
-
-/// A text as an SQL literal.
-pub fn quote(text: &str) -> String {
-    let quoted = text.replace('\'', "''");
-    if quoted.contains('\\') { format!("E'{}'", quoted.replace('\\', "\\\\")) } else { format!("'{quoted}'") }
 }

@@ -20,7 +20,7 @@ const BYTEA_OUTPUT_HEX: c_int = 1;
 const CHUNK: usize = 90;
 
 /// The settings that a value's text depends on, fixed while it lives: what pg_dump fixes, and UTC.
-struct Pinned {
+pub struct Pinned {
     float_digits: c_int,
     date_style: c_int,
     date_order: c_int,
@@ -31,7 +31,8 @@ struct Pinned {
 }
 
 impl Pinned {
-    fn set() -> Self {
+    /// Fixes them.
+    pub fn set() -> Self {
         // SAFETY: plain variables of this backend, put back in Drop; nothing that runs meanwhile reads the settings otherwise. The zone is loaded first, since
         // only that can fail.
         unsafe {

@@ -21,3 +21,4 @@ pub mod retention;
 pub mod seen;
 pub mod shape;
 pub mod tick;
+pub mod watched;

@@ -113,6 +113,26 @@ fn keep_writers_out() {
     }
 }
 
+/// What makes tasks in the queue by itself; it is not removed with the queue, whatever `force` says.
+static FED_BY: Statement = Statement::new(
+    c"select string_agg(f.what, ', ' order by f.what)
+      from (select format('schedule %I', c.schedule) as what from stint.schedule_config c where c.into_queue = $1
+            union all
+            select format('watch %I', w.watch) from stint.watch_config w where w.into_queue = $1
+            order by 1
+            limit 10) f",
+    &[pg_sys::TEXTOID],
+);
+
+fn refuse_fed(session: &Session, name: &str) {
+    if let Some(feeders) = session.run_latest(&FED_BY, &[arg(name)]).get::<String>(0, 1) {
+        Fault::new(PgSqlErrorCode::ERRCODE_DEPENDENT_OBJECTS_STILL_EXIST, format!("cannot drop queue \"{name}\": tasks are made in it"))
+            .detail(format!("They come from {feeders}."))
+            .hint("Use stint.drop_schedule and stint.drop_watch first.")
+            .raise()
+    }
+}
+
 fn refuse_full(session: &Session, name: &str) {
     let holds = session.run_latest(&HOLDS, &[arg(name)]);
     let (tasks, live): (i64, i64) = (holds.must(0, 1), holds.must(0, 2));
@@ -140,6 +160,7 @@ fn drop_queue(queue: Option<&str>, force: Option<bool>) {
     spi::connect(|session| {
         session.execute_once(ONE_DROP);
         config::find(session, name);
+        refuse_fed(session, name);
         if force {
             for delete in &FINISHED {
                 session.run(delete, &[arg(name)]);
@@ -148,6 +169,7 @@ fn drop_queue(queue: Option<&str>, force: Option<bool>) {
             refuse_full(session, name);
         }
         keep_writers_out();
+        refuse_fed(session, name);
         if !force {
             refuse_full(session, name);
         }

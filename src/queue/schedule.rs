@@ -181,6 +181,7 @@ fn create_schedule(
         let found = config::find(session, queue);
         request.budgets = config::budget_numbers(session, &budget_names);
         enqueue::check_capacity(session, &found, &request);
+        config::keep_from_dropping();
         let made = session.run(
             &INSERT,
             &[
@@ -208,6 +209,7 @@ fn create_schedule(
         if made.is_empty() {
             errors::exists("schedule", name, "Use another name, or drop the schedule that is there: the view stint.schedules shows it.");
         }
+        config::still_stands(session, queue, &found);
     });
 }
 
@@ -321,21 +323,6 @@ fn warn(code: PgSqlErrorCode, schedule: &str, problem: String) {
         .report(PgLogLevel::WARNING);
 }
 
-/// Whether an error may be gone at the next try: it says nothing about the task.
-fn passes_by_itself(code: PgSqlErrorCode) -> bool {
-    // The first two characters of an SQLSTATE, as PostgreSQL packs it.
-    let class = |code: PgSqlErrorCode| code as i32 & 0xfff;
-    code == PgSqlErrorCode::ERRCODE_LOCK_NOT_AVAILABLE
-        || [
-            PgSqlErrorCode::ERRCODE_TRANSACTION_ROLLBACK,
-            PgSqlErrorCode::ERRCODE_INSUFFICIENT_RESOURCES,
-            PgSqlErrorCode::ERRCODE_OPERATOR_INTERVENTION,
-            PgSqlErrorCode::ERRCODE_SYSTEM_ERROR,
-        ]
-        .into_iter()
-        .any(|like| class(like) == class(code))
-}
-
 /// Fires the next due slot of one schedule. False where nothing is due or another session has it in hand.
 fn fire_one(session: &Session, due: &Due, now: Instant) -> bool {
     let row = session.run(&LOCK, &[arg(&*due.schedule)]);
@@ -377,7 +364,7 @@ fn fire_one(session: &Session, due: &Due, now: Instant) -> bool {
     });
     match made {
         Ok(fired) => fired,
-        Err((code, message)) if passes_by_itself(code) => {
+        Err((code, message)) if errors::passes_by_itself(code) => {
             warn(code, &due.schedule, message);
             false
         }

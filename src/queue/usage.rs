@@ -2,9 +2,9 @@
 //! beside it.
 
 use crate::budget::live::{self, Used};
-use crate::input;
 use crate::spi::{Param, Session, Statement, arg};
 use crate::values::{Instant, RawJsonb, RawNumeric};
+use crate::{errors, input};
 use pgrx::prelude::*;
 
 static LATE: Statement = Statement::new(
@@ -69,10 +69,19 @@ impl<'a> Usage<'a> {
         input::tokens("input_tokens", self.input_tokens);
         input::tokens("cached_tokens", self.cached_tokens);
         input::tokens("output_tokens", self.output_tokens);
+        if let (Some(input), Some(cached)) = (self.input_tokens, self.cached_tokens)
+            && cached > input
+        {
+            errors::invalid(
+                format!("argument \"cached_tokens\" is {cached}, more than \"input_tokens\", which is {input}"),
+                "Cached tokens are part of the input: pass in input_tokens all that were read, cached or not.",
+            )
+        }
         input::money("model_cost", self.model_cost);
         input::money("compute_cost", self.compute_cost);
         if let Some(confidence) = self.confidence {
-            input::number("confidence", f64::from(confidence), 0.0, 1.0);
+            // By its text, so that an error shows what was given: 1.0001 as it is, and not the nearest double of the nearest float.
+            input::number("confidence", confidence.to_string().parse().unwrap_or(f64::NAN), 0.0, 1.0);
         }
         input::json("meta", self.meta);
         self

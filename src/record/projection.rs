@@ -30,8 +30,6 @@ static FIND: Statement = Statement::new(
     &[pg_sys::TEXTOID],
 );
 static NAMES: Statement = Statement::new(c"SELECT c.name::text FROM stint.projection_config c", &[]);
-static NAMES_OF: Statement =
-    Statement::new(c"SELECT c.name::text FROM stint.projection_config c WHERE c.relation = $1 ORDER BY c.name", &[pg_sys::OIDOID]);
 static DELETE: Statement = Statement::new(c"DELETE FROM stint.projection_config c WHERE c.name = $1", &[pg_sys::TEXTOID]);
 static FORGET_POSITIONS: Statement = Statement::new(c"DELETE FROM stint.projection_positions p WHERE p.relation = $1", &[pg_sys::OIDOID]);
 static FORGET_ASIDE: Statement = Statement::new(c"DELETE FROM stint.events_aside a WHERE a.relation = $1", &[pg_sys::OIDOID]);
@@ -223,24 +221,4 @@ fn skip_event(relation: Option<pg_sys::Oid>, seq: Option<i64>) {
             );
         }
     });
-}
-
-/// The names of a table's projections.
-pub fn names_of(session: &Session, relation: pg_sys::Oid) -> Vec<String> {
-    let rows = session.run_latest(&NAMES_OF, &[arg(relation)]);
-    (0..rows.len()).map(|row| rows.must(row, 1)).collect()
-}
-
-/// Refuses another feed, or the end of the declaration, for a table that has projections.
-pub fn refuse_projected(relation: &Relation, projections: &[String], what: &str, hint: &str) {
-    if projections.is_empty() {
-        return;
-    }
-    Fault::new(
-        PgSqlErrorCode::ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE,
-        format!("cannot {what} {}: it is projected from the record", relation.qualified),
-    )
-    .detail(format!("Its projections are {}.", projections.join(", ")))
-    .hint(hint)
-    .raise();
 }

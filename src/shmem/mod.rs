@@ -179,3 +179,8 @@ impl Instance {
 fn budget_capacity() -> usize {
     guc::max_budgets()
 }
+
+/// The most budgets whose live usage has room where no other database has any: one entry is the mark that they are loaded.
+pub fn budgets_of_one_database() -> usize {
+    budget_capacity().saturating_sub(1)
+}

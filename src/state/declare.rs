@@ -1,12 +1,12 @@
 //! `create_state` and `drop_state`: what makes a table a state table.
 
 use super::config::Config;
+use super::feed;
 use super::merge::{explaining, unreadable};
 use super::rights;
 use crate::changelog::{capture, retention};
 use crate::errors::{self, Fault};
 use crate::input;
-use crate::record::projection;
 use crate::relation::{Column, Relation};
 use crate::snapshot::as_of;
 use crate::spi::{self, Identity, Session, Statement, arg};
@@ -267,12 +267,7 @@ fn drop_state(relation: Option<pg_sys::Oid>) {
         let relation = Relation::load_unfit(session, oid);
         rights::require_ownership(session, &relation, identity.caller());
         session.execute_once(&format!("LOCK TABLE {} IN SHARE ROW EXCLUSIVE MODE", relation.qualified));
-        projection::refuse_projected(
-            &relation,
-            &projection::names_of(session, oid),
-            "drop the declaration of",
-            "Run stint.drop_projection(…) first.",
-        );
+        feed::refuse_projected(&relation, &feed::names_of(session, oid), "drop the declaration of", "Run stint.drop_projection(…) first.");
         let rows = session.run(&DELETE, &[arg(oid)]);
         if rows.is_empty() {
             not_declared(&relation);

@@ -1,10 +1,9 @@
 //! `merge`: rows meet a state table as its declaration says. The values are read, compared and written by PostgreSQL; nothing here opens them.
 
 use super::plans::{self, After, Lazy, Plans, Steps};
-use super::{rights, rounds};
+use super::{feed, rights, rounds};
 use crate::errors::{self, Fault};
 use crate::guc;
-use crate::record::projection;
 use crate::spi::{self, Identity, Session, arg};
 use crate::values::RawJsonb;
 use pgrx::pg_sys::panic::CaughtError;
@@ -59,12 +58,7 @@ fn merge(
         unsafe { pg_sys::LockRelationOid(oid, pg_sys::RowExclusiveLock as i32) };
         let plans = plans::of(session, oid);
         let rows = detoasted(rows);
-        projection::refuse_projected(
-            &plans.relation,
-            &plans.projections,
-            "merge into",
-            "Record events instead, or run stint.drop_projection(…) first.",
-        );
+        feed::refuse_projected(&plans.relation, &plans.projections, "merge into", "Record events instead, or run stint.drop_projection(…) first.");
         let Some(rowkind) = &plans.rowkind else {
             check_rights(&plans, identity.caller(), kind);
             let length = check_shape(&plans, rows);

@@ -3,6 +3,7 @@
 mod alter;
 mod config;
 pub mod declare;
+mod feed;
 mod history;
 pub mod merge;
 pub mod plans;

@@ -3,7 +3,7 @@
 
 use super::config::Config;
 use super::declare::{check_again, describe, not_declared};
-use crate::record::projection;
+use super::feed;
 use crate::relation::Relation;
 use crate::spi::{Prepared, Session, Statement, arg};
 use pgrx::prelude::*;
@@ -175,7 +175,7 @@ impl Plans {
             upsert: steps(Kind::Upsert),
             delete: steps(Kind::Delete),
             retract: steps(Kind::Retract),
-            projections: projection::names_of(session, oid),
+            projections: feed::names_of(session, oid),
             stale: Cell::new(false),
             relation,
         }

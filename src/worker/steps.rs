@@ -3,7 +3,7 @@
 //! the log and in `stint.maintenance`, and the others go on.
 
 use super::doorbells;
-use crate::{accounting, budget, changelog, history, queue, record};
+use crate::{accounting, budget, changelog, history, queue, record, watch};
 
 /// When a step runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -46,6 +46,7 @@ pub const STEPS: &[Step] = &[
     Step { name: "trim task events", when: When::Round, run: changelog::feed::trim_step },
     Step { name: "trim consumers", when: When::Round, run: changelog::consumer::step },
     Step { name: "expire changes", when: When::Round, run: changelog::retention::step },
+    Step { name: "trim watches", when: When::Round, run: watch::log::step },
     Step { name: "roll up", when: When::RoundAndBell, run: accounting::roll_up::step },
     Step { name: "doorbells", when: When::Bell, run: doorbells::step },
 ];

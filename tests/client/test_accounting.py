@@ -520,3 +520,46 @@ def test_the_functions_need_no_right_on_tables(server, database, conn, connect):
             call(conn, "latency")
         with pytest.raises(psycopg.errors.InsufficientPrivilege), conn.transaction():
             conn.execute("SELECT FROM stint.usage_rollups")
+
+
+def test_more_cached_tokens_than_input_are_refused(conn):
+    queue = Queue(conn)
+    queue.enqueue()
+    task = queue.one()
+    for end in queue.complete, queue.fail:
+        with pytest.raises(psycopg.errors.InvalidParameterValue, match='"cached_tokens" is 11') as raised:
+            end(task, input_tokens=10, cached_tokens=11)
+        assert "part of the input" in raised.value.diag.message_hint
+    assert queue.complete(task, input_tokens=10, cached_tokens=10).outcome == "completed"
+
+
+def test_an_unknown_time_zone_is_refused_with_the_nearest(conn):
+    for function in "usage_by", "latency":
+        with pytest.raises(psycopg.errors.InvalidParameterValue, match='time zone "Europe/Berln" is not known') as raised:
+            call(conn, function, by="day", time_zone="Europe/Berln")
+        assert 'Did you mean "Europe/Berlin"?' in raised.value.diag.message_hint
+
+
+def test_a_dashboard_of_nothing_has_the_shape_of_one_of_something(conn):
+    queue = Queue(conn)
+    queue.enqueue()
+    queue.complete(queue.one(), confidence="0.505", input_tokens=3)
+    empty, full = (value(conn, "SELECT stint.dashboard(agent => %s)->'usage'", agent) for agent in ("nobody", None))
+    assert empty.keys() == full.keys()
+    assert {name: number for name, number in empty.items() if not name.startswith(("median", "p9"))} == dict.fromkeys(
+        ["attempts", "input_tokens", "cached_tokens", "output_tokens", "model_cost", "compute_cost", "cost"], 0
+    )
+    assert empty["median_run_ms"] is None and full["attempts"] == 1 and full["input_tokens"] == 3
+
+
+def test_a_confidence_is_what_was_given(conn):
+    queue = Queue(conn)
+    queue.fill(3)
+    with conn.transaction():  # in one, or a roll-up may come between
+        tasks = queue.claim(max=3)
+        with pytest.raises(psycopg.errors.InvalidParameterValue, match='"confidence" is 1.0001, it must'), conn.transaction():
+            queue.complete(tasks[0], confidence="1.0001")
+        for task, given in zip(tasks, ("0.505", "0.1", "0.333")):
+            queue.complete(task, confidence=given)
+        assert value(conn, "SELECT array_agg(confidence::text ORDER BY confidence) FROM stint.attempts") == ["0.1", "0.333", "0.505"]
+        assert value(conn, "SELECT array_agg(confidence::text ORDER BY confidence) FROM stint.usage_tail") == ["0.1", "0.333", "0.505"]

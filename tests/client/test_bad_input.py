@@ -119,6 +119,11 @@ CALLS = {
     "commit": {"consumer": "c", "pos": "0"},
     "trim_consumers": {},
     "activate": {},
+    "create_watch": {"name": "new", "relation": "goods", "condition": "name = 'a'", "queue": "q"},
+    "pause_watch": {"name": "low"},
+    "resume_watch": {"name": "low"},
+    "drop_watch": {"name": "low"},
+    "trim_watches": {},
     "pin": {},
     "tag": {"name": "new"},
     "drop_tag": {"name": "t"},
@@ -207,12 +212,14 @@ def walked(server):
         queue.enqueue(delay="10 hours")
         conn.execute("SELECT stint.create_consumer('c', '{goods}')")
         conn.execute("SELECT stint.tag('t')")
-        call(conn, "create_schedule", queue="q", name="s", cron="0 0 29 2 *", payload="{}")
+        call(conn, "create_queue", queue="fed")
+        call(conn, "create_schedule", queue="fed", name="s", cron="0 0 29 2 *", payload="{}")
         conn.execute("CREATE TABLE projected (id int PRIMARY KEY); SELECT stint.create_state('projected', 'deduplicate')")
         conn.execute("""SELECT stint.create_projection('p', 'projected', '{told}', '{"id": "payload.id"}')""")
         conn.execute("""SELECT stint.create_lookup('l', 'goods', '{told}', '{"id": "payload.id"}', '{name}')""")
         conn.execute("""SELECT stint.record('s', 'told', '{"id": "poison"}', event_id => 'e')""")
         conn.execute("UPDATE stint.events_aside SET seq = 1, state = 'skipped'")
+        call(conn, "create_watch", name="low", relation="goods", condition="id < 0", queue="fed")
         conn.execute("SET statement_timeout = '20 s'")
         yield conn, {"$id": str(running.id), "$lease": str(running.lease)}
     server.drop_database("walked")

@@ -193,18 +193,27 @@ def test_databases_and_extensions_that_are_gone_leave_room_for_the_usage_of_othe
 
 def test_a_full_table_refuses_and_names_its_setting(cluster):
     server = cluster(config={"stint.max_budgets": 16})
+    server.create_database("other")
+    with server.connect("other") as conn:
+        call(conn, "create_budget", name="b", max_running=5)
+        Queue(conn, budgets=["b"]).enqueue()
+        assert len(Queue(conn, create=False).claim()) == 1
     server.create_database("app")
     with server.connect("app") as conn:
-        names = [f"b{n}" for n in range(16)]
+        names = [f"b{n}" for n in range(15)]
         for name in names:
             call(conn, "create_budget", name=name, max_running=5)
+        with pytest.raises(psycopg.errors.ConfigurationLimitExceeded, match='budget "one too many" cannot be made: there is room for 15') as raised:
+            call(conn, "create_budget", name="one too many", max_running=5)
+        assert "stint.max_budgets" in raised.value.diag.message_hint
+        assert value(conn, "SELECT count(*) FROM stint.budgets") == 15
         queue = Queue(conn)
         for name in names:
             queue.enqueue(budgets=[name])
         with pytest.raises(psycopg.errors.ConfigurationLimitExceeded) as raised:
             queue.claim(99)
         assert "stint.max_budgets" in raised.value.diag.message_hint
-        assert value(conn, "SELECT count(*) FROM stint.place_ready") == 16
+        assert value(conn, "SELECT count(*) FROM stint.place_ready") == 15
         plain = Queue(conn, "plain")
         plain.enqueue()
         assert len(plain.claim()) == 1

@@ -11,6 +11,8 @@ pub mod names;
 pub mod record;
 pub mod rollup;
 pub mod snapshot;
+pub mod sql;
 pub mod state;
 pub mod verdict;
+pub mod watch;
 pub mod window;

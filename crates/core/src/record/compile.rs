@@ -2,6 +2,7 @@
 //! that nothing but the column's own type ever reads them. The statements call functions of pg_catalog alone.
 
 use super::map::Source;
+use crate::sql::literal;
 
 /// One projection as the compiler needs it.
 #[derive(Clone, Debug, PartialEq)]
@@ -14,12 +15,6 @@ pub struct Projection {
     pub columns: Vec<(String, Source)>,
     /// What its rows do, as a number that the caller knows.
     pub kind: i32,
-}
-
-/// A text as SQL writes it, whatever `standard_conforming_strings` says.
-pub fn literal(text: &str) -> String {
-    let quoted = text.replace('\'', "''");
-    if quoted.contains('\\') { format!("E'{}'", quoted.replace('\\', "\\\\")) } else { format!("'{quoted}'") }
 }
 
 fn array(texts: &[String]) -> String {
@@ -128,8 +123,6 @@ mod tests {
 
     #[test]
     fn names_and_paths_cannot_leave_their_quotes() {
-        assert_eq!(literal("it's"), "'it''s'");
-        assert_eq!(literal("a\\'b"), "E'a\\\\''b'");
         let source = Source::Path(vec!["payload".into(), "'; DROP TABLE x; --".into()]);
         assert_eq!(
             value("{}", "c", &source, "e.event"),

@@ -9,6 +9,7 @@
 
 use super::Table;
 use super::declare::{Declaration, Deletes, Engine, Group};
+use crate::sql::literal;
 use std::fmt::Write;
 
 mod fold;
@@ -151,7 +152,7 @@ pub fn lock_table(table: &Table) -> String {
 
 /// Reads the declared defaults as their columns' types; none where there are none.
 pub fn read_defaults(table: &Table) -> Option<String> {
-    let read = |column: &super::Column| column.default.as_ref().map(|text| format!("CAST({} AS {})", functions::literal(text), column.bare));
+    let read = |column: &super::Column| column.default.as_ref().map(|text| format!("CAST({} AS {})", literal(text), column.bare));
     let casts: Vec<String> = table.columns.iter().filter_map(read).collect();
     (!casts.is_empty()).then(|| format!("SELECT {}", casts.join(", ")))
 }
@@ -221,12 +222,12 @@ fn read(table: &Table, columns: &[usize], ordinal: bool) -> String {
     let definitions = list(columns, |c| format!("{} {}", table.columns[c].quoted, table.columns[c].type_sql));
     let names = list(columns, |c| format!("c{c}"));
     let values = list(columns, |c| match &table.columns[c].default {
-        Some(default) => format!("coalesce(c{c}, CAST({} AS {})) AS c{c}", functions::literal(default), table.columns[c].bare),
+        Some(default) => format!("coalesce(c{c}, CAST({} AS {})) AS c{c}", literal(default), table.columns[c].bare),
         None => format!("c{c}"),
     });
     let (with_ordinality, ord) = if ordinal { (" WITH ORDINALITY", ", ord") } else { ("", "") };
     let told: Vec<usize> = columns.iter().copied().filter(|c| table.columns[*c].null_sets).collect();
-    let has = |c: usize| format!("raw ? {} AS h{c}", functions::literal(&table.columns[c].name));
+    let has = |c: usize| format!("raw ? {} AS h{c}", literal(&table.columns[c].name));
     let (selected, source, raw) = match told.is_empty() {
         true if values == names => (String::from("*"), "", ""),
         true => (format!("{values}{ord}"), "", ""),

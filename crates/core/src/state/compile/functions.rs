@@ -6,6 +6,7 @@
 //! key at a time, and never folded beforehand.
 
 use super::{Compiler, Kind};
+use crate::sql::literal;
 use crate::state::Family;
 use crate::state::declare::Engine;
 use crate::state::fields::Function;
@@ -257,12 +258,6 @@ impl Compiler<'_> {
             _ => self.lift(c, kind, "w.v"),
         }
     }
-}
-
-/// A string as SQL writes it, whatever `standard_conforming_strings` is.
-pub(super) fn literal(text: &str) -> String {
-    let quoted = text.replace('\'', "''");
-    if quoted.contains('\\') { format!("E'{}'", quoted.replace('\\', "\\\\")) } else { format!("'{quoted}'") }
 }
 
 /// Each element of an array once, where it stands first.
