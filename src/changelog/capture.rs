@@ -207,6 +207,7 @@ unsafe fn capture(trigger: *mut pg_sys::TriggerData) {
             Event::Insert => Some(Move::Came),
             Event::Delete => Some(Move::Went),
             Event::Truncate => Some(Move::Emptied),
+            Event::Join => Some(Move::Joined),
             // SAFETY: as above.
             Event::Update => unsafe { may_change_keys(trigger) }.then_some(Move::Changed),
         };

@@ -132,6 +132,16 @@ fn cut(table: &Table, kind: &str, starts: &str, told: &str) -> String {
     )
 }
 
+/// Returns how many rows of the batch have a key without a row.
+pub fn count_absent(table: &Table) -> String {
+    let same = parts::same_key(table, |_, c| format!("t.{}", table.columns[c].quoted), |_, c| format!("r.c{c}"));
+    format!(
+        "WITH {rows}\nSELECT count(*) FROM r WHERE NOT EXISTS (SELECT FROM {target} t WHERE {same})",
+        rows = rows(table, &table.key),
+        target = table.qualified,
+    )
+}
+
 /// Locks the rows of a batch in key order.
 pub fn lock_rows(table: &Table) -> String {
     let keys = |alias: &str| list(&table.key, |c| format!("{alias}c{c}"));
