@@ -1256,9 +1256,9 @@ AS 'MODULE_PATHNAME', 'drop_queue_wrapper';
 REVOKE ALL ON FUNCTION stint.drop_queue FROM PUBLIC;
 COMMENT ON FUNCTION stint.drop_queue IS
 'Removes a queue. One that has tasks, live or finished, is refused (2BP01) unless force is true: then they go with their keys, attempts, usage and outcomes, and a worker
-that still runs one learns from its next call that the queue is unknown. Budgets stay.
+that still runs one learns from its next call that the queue is unknown. Budgets stay. One in which schedules or watches make tasks is refused (2BP01) also then: drop those first.
 Locks the tables of live tasks against writers for its last step: it waits for open transactions that wrote to them, and other queues wait
-for it meanwhile; set lock_timeout. Errors: 42704 unknown queue; 2BP01 it has tasks; 25001 under REPEATABLE READ.';
+for it meanwhile; set lock_timeout. Errors: 42704 unknown queue; 2BP01 it has tasks, or schedules or watches make tasks in it; 25001 under REPEATABLE READ.';
 
 CREATE FUNCTION stint.enqueue_once(
     queue text,
@@ -1460,48 +1460,76 @@ The maintenance worker does this every minute; call it where none runs.';
 -- A declaration names its table by regclass, so a dump carries the name and a rename is followed.
 CREATE TABLE stint.state_config (
     relation   regclass PRIMARY KEY,
-    engine     text NOT NULL CHECK (engine IN ('deduplicate', 'partial-update')),
+    engine     text NOT NULL CHECK (engine IN ('deduplicate', 'first-row', 'aggregation', 'partial-update')),
     sequence   text[],
     groups     jsonb,
     deletes    text NOT NULL CHECK (deletes IN ('refuse', 'ignore', 'remove', 'retract')),
     tombstones regclass,
+    fields     jsonb,
+    rowkind    text,
     created_by name NOT NULL DEFAULT session_user,
     created_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 COMMENT ON TABLE stint.state_config IS 'One row per state table: the declaration given to create_state';
 COMMENT ON COLUMN stint.state_config.relation IS 'the state table';
-COMMENT ON COLUMN stint.state_config.engine IS 'merge engine: deduplicate or partial-update';
-COMMENT ON COLUMN stint.state_config.sequence IS 'deduplicate: columns whose value, compared in this order, says which of two rows is newer; null: the later arrival is';
+COMMENT ON COLUMN stint.state_config.engine IS 'merge engine: deduplicate, first-row, aggregation or partial-update';
+COMMENT ON COLUMN stint.state_config.sequence IS 'deduplicate and aggregation: columns whose value, compared in this order, says which of two rows is newer; null: the later arrival is';
 COMMENT ON COLUMN stint.state_config.groups IS 'partial-update: sequence groups as given to create_state';
 COMMENT ON COLUMN stint.state_config.deletes IS 'what merge does with kind => ''delete'': refuse, ignore, remove or retract';
 COMMENT ON COLUMN stint.state_config.tombstones IS 'the table beside the state table that remembers the sequence of deleted keys; null where none is needed';
+COMMENT ON COLUMN stint.state_config.fields IS 'aggregate functions, their options and defaults of single columns, as given to create_state';
+COMMENT ON COLUMN stint.state_config.rowkind IS 'the field of the rows given to merge that says +I, +U, -U or -D; null: the argument kind of merge says it';
 REVOKE ALL ON stint.state_config FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.state_config', '');
 
 CREATE VIEW stint.states AS
-SELECT c.relation, c.engine, c.sequence, c.groups, c.deletes, c.tombstones, t.relowner::regrole AS owner, c.created_by, c.created_at
+SELECT c.relation, c.engine, c.sequence, c.groups, c.deletes, c.fields, c.rowkind, c.tombstones, t.relowner::regrole AS owner, c.created_by, c.created_at
 FROM stint.state_config c JOIN pg_catalog.pg_class t ON t.oid = c.relation;
 COMMENT ON VIEW stint.states IS 'The state tables of this database and how their rows merge';
 REVOKE ALL ON stint.states FROM PUBLIC;
 
-CREATE FUNCTION stint.create_state(relation regclass, engine text, sequence text[] DEFAULT NULL, groups jsonb DEFAULT NULL, deletes text DEFAULT NULL)
+CREATE FUNCTION stint.create_state(relation regclass, engine text, sequence text[] DEFAULT NULL, groups jsonb DEFAULT NULL, deletes text DEFAULT NULL,
+                                   fields jsonb DEFAULT NULL, rowkind text DEFAULT NULL, changelog boolean DEFAULT true, history interval DEFAULT NULL)
 RETURNS void LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'create_state_wrapper';
-COMMENT ON FUNCTION stint.create_state(regclass, text, text[], jsonb, text) IS
+COMMENT ON FUNCTION stint.create_state(regclass, text, text[], jsonb, text, jsonb, text, boolean, interval) IS
 $$Declares an ordinary or partitioned table with a primary key as a state table; only its owner may.
 
 relation  the table; not temporary, unlogged, a partition, inherited, or without an immediate primary key
-engine    'deduplicate': the newest row replaces the whole row. 'partial-update': each row brings some columns; a null or a missing field leaves an ungrouped column as it is
-sequence  deduplicate: columns that say which row is newer, compared in order, null before everything; on a tie the later arrival wins. Null: the later arrival always wins
+engine    'deduplicate': the newest row replaces the whole row. 'first-row': the first row stays. 'aggregation': each column is merged by its function. 'partial-update': each row
+          brings some columns; a null or a missing field leaves an ungrouped column as it is
+sequence  deduplicate and aggregation: columns that say which row is newer, compared in order, null before everything; on a tie the later arrival wins. Null: the later arrival always wins
 groups    partial-update: {"sequence columns": ["field", ...]}, several sequence columns parted by commas. A row that is not older than the group sets all its fields, also to null
           (a missing field is null); a row whose sequence columns are all null leaves the group alone. {"columns": {"fields": [...], "on_delete": "remove"}}: a delete that is not older
           than this group removes the row
-deletes   what merge(kind => 'delete') does: 'remove' (default of deduplicate), 'refuse' (default of partial-update without groups), 'ignore', or 'retract' (default with groups: the
-          fields of each group that the delete is not older than become null and the group advances)
+deletes   what merge(kind => 'delete') does: 'remove' (default of deduplicate), 'retract' (default of aggregation and of groups where every field can be taken back: functions subtract
+          the row, other fields of the groups it is not older than become null and the groups advance), 'ignore', or 'refuse' (default otherwise). Refused at once where a policy would
+          reach a field that cannot be taken back
+fields    aggregation and partial-update: {"column": "function"} or {"column": {"function": ..., "ignore_retract": true, "separator": ..., "distinct": true, "nested_key": [...],
+          "nested_sequence": [...], "count_limit": n, "default": ...}}; "*" stands for all columns without a function. Functions: sum, product, count, max, min, first_value,
+          first_non_null_value, last_value, last_non_null_value (default of aggregation), bool_and, bool_or, listagg, collect, merge_map, nested_update, hll_union. "default", with any
+          engine, is what a null or missing value in a row stands for; {"null": "set"} has an ungrouped column of partial-update take an explicit null
+rowkind   the field of the rows, a text column or none, that carries the kind of each row: +I and +U are upserts, -D a delete, -U a retraction
+changelog whether its changes are captured. Without, there is no <table>_as_of for it, and consumers, watches and tags cannot use it
+history   how long its changes are kept beyond what tags need; null: for ever
 
 A table that remembers the sequences of deleted keys is made beside it, named <table>_tombstones, where the declaration needs one.
-Errors: 42809 or 42P16 not a fit table, 42501 not its owner, 22023 unknown engine, policy or option, or options that contradict each other, 42703 unknown column, 42710 declared already.
+Errors: 42809 or 42P16 not a fit table, 42501 not its owner, 22023 unknown engine, policy, function or option, or options that contradict each other, 42703 unknown column,
+42710 declared already.
 Locks: SHARE ROW EXCLUSIVE on the table.$$;
-REVOKE ALL ON FUNCTION stint.create_state(regclass, text, text[], jsonb, text) FROM PUBLIC;
+REVOKE ALL ON FUNCTION stint.create_state(regclass, text, text[], jsonb, text, jsonb, text, boolean, interval) FROM PUBLIC;
+
+CREATE FUNCTION stint.alter_state(relation regclass, sequence text[] DEFAULT NULL, groups jsonb DEFAULT NULL, deletes text DEFAULT NULL, fields jsonb DEFAULT NULL,
+                                  rowkind text DEFAULT NULL)
+RETURNS void LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'alter_state_wrapper';
+COMMENT ON FUNCTION stint.alter_state(regclass, text[], jsonb, text, jsonb, text) IS
+$$Changes the declaration of a state table; only its owner may. What is null stays as it is; '{}' and '' take a setting away. Merges from then on follow the new declaration.
+
+relation  the table
+sequence, groups, deletes, fields, rowkind  as for create_state; fields are replaced as a whole
+
+While the table holds rows, its sequence, its groups, the function of a column, and whether sequences of deleted keys are remembered cannot change: the stored values would mean something else.
+Errors: 42704 not a state table, 42501 not its owner, 55000 a change that its rows do not allow, and those of create_state. Locks: SHARE ROW EXCLUSIVE on the table.$$;
+REVOKE ALL ON FUNCTION stint.alter_state(regclass, text[], jsonb, text, jsonb, text) FROM PUBLIC;
 
 CREATE FUNCTION stint.drop_state(relation regclass)
 RETURNS void LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'drop_state_wrapper';
@@ -1521,15 +1549,18 @@ $$Merges rows into a state table as its declaration says. A batch in which a key
 relation  the state table
 rows      array of objects whose fields are column names, the whole primary key among them; at most stint.max_batch. PostgreSQL reads the values by the columns' types; JSON null is null.
           Leave generated and identity columns out. A NOT NULL column must be in every row; defaults are not applied
-kind      'upsert', 'delete' or 'retract' (an older image is withdrawn, as -U in a changelog; for deduplicate the same as 'delete', ignored where deletes is 'remove' without a sequence group)
+kind      'upsert', 'delete' or 'retract' (an older image is withdrawn, as -U in a changelog: functions take it back; for deduplicate the same as 'delete', and nothing for partial-update
+          with deletes => 'remove' and no functions). Where the table is declared with rowkind, it is the kind of rows that name none
 
-inserted, updated, deleted, unchanged  keys; a key whose row would read the same is not written
+inserted, updated, deleted, unchanged  keys; a key whose row would read the same is not written. Where a batch goes in rounds (several kinds, or a function that cannot be folded), a key
+          counts once in each round
 late      rows that changed nothing because newer ones were there already
 
-It runs as the table's owner; the caller needs INSERT and UPDATE on the table, for deletes DELETE, where they empty groups UPDATE as well.
+It runs as the table's owner; the caller needs INSERT and UPDATE on the table, for deletes DELETE, where they change fields UPDATE as well, and where they subtract from sums to come INSERT.
 Errors: 42704 not a state table, 42501 a right is missing, 22023 rows or kind unfit, 42703 no such column, 23502 a key is missing, 428C9 a column PostgreSQL fills, 54000 too many
 rows, 55000 deletes are refused, and what the table's own types and constraints raise. Under REPEATABLE READ and SERIALIZABLE a concurrent merge of the same key is 40001.
-Locks: rows in key order, then tombstones in key order. Deletes judged by sequence go one after the other per table, and one of a key that has no row first takes SHARE ROW EXCLUSIVE
+Locks: rows in key order, then tombstones in key order. A batch of several kinds, or one that subtracts from sums to come,
+first takes SHARE ROW EXCLUSIVE on the table where a key has no row yet. Deletes judged by sequence go one after the other per table, and one of a key that has no row first takes SHARE ROW EXCLUSIVE
 on the table.$$;
 REVOKE ALL ON FUNCTION stint.merge(regclass, jsonb, text) FROM PUBLIC;
 /* </end connected objects> */
@@ -1538,6 +1569,291 @@ REVOKE ALL ON FUNCTION stint.merge(regclass, jsonb, text) FROM PUBLIC;
 -- src/lib.rs
 -- requires:
 --   state
+
+-- The record: events that happened, in the order they were recorded, and the projections that make state of them.
+
+-- Never cached: an event draws its number while it holds the order of the keys it touches, so per key of a projected table numbers rise in commit order.
+CREATE SEQUENCE stint.event_seq CACHE 1;
+REVOKE ALL ON SEQUENCE stint.event_seq FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.event_seq', '');
+
+CREATE TABLE stint.event_log (
+    seq         bigint PRIMARY KEY,
+    epoch       integer NOT NULL,
+    xid         xid8 NOT NULL,
+    source      text COLLATE "C" NOT NULL,
+    type        text COLLATE "C" NOT NULL,
+    event_id    text COLLATE "C",
+    occurred_at timestamptz NOT NULL,
+    recorded_at timestamptz NOT NULL,
+    recorded_by name NOT NULL,
+    payload     jsonb NOT NULL,
+    lookups     jsonb
+);
+CREATE UNIQUE INDEX event_log_id ON stint.event_log (source, event_id) WHERE event_id IS NOT NULL;
+CREATE INDEX event_log_type ON stint.event_log (type, seq);
+CREATE INDEX event_log_occurred ON stint.event_log (type, occurred_at);
+CREATE INDEX event_log_recorded ON stint.event_log (recorded_at);
+-- Serves positions and projections, which ask for the transactions that a snapshot did not see.
+CREATE INDEX event_log_xid ON stint.event_log (epoch, xid);
+COMMENT ON TABLE stint.event_log IS 'Every event that was recorded. Written by stint.record and stint.record_many alone, never changed, removed by stint.expire_record only. Read it through stint.record_events and stint.events_after';
+COMMENT ON COLUMN stint.event_log.seq IS 'number of the event; numbers of events that failed or were repeats are missing';
+COMMENT ON COLUMN stint.event_log.xid IS 'top-level transaction, within the epoch';
+COMMENT ON COLUMN stint.event_log.occurred_at IS 'when it happened, as its source says; the time of recording where it does not';
+COMMENT ON COLUMN stint.event_log.recorded_by IS 'role in force when it was recorded';
+COMMENT ON COLUMN stint.event_log.lookups IS 'what was looked up when it was recorded, by the names of the lookups';
+REVOKE ALL ON stint.event_log FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.event_log', '');
+
+CREATE FUNCTION stint.keep_events() RETURNS trigger
+    LANGUAGE c SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'keep_events_wrapper';
+COMMENT ON FUNCTION stint.keep_events() IS
+'Trigger of the record: an event is neither changed nor removed by hand, whoever asks (55000); stint.expire_record removes old ones.';
+REVOKE ALL ON FUNCTION stint.keep_events() FROM PUBLIC;
+CREATE TRIGGER keep_events BEFORE UPDATE OR DELETE OR TRUNCATE ON stint.event_log FOR EACH STATEMENT EXECUTE FUNCTION stint.keep_events();
+
+CREATE VIEW stint.record_events AS
+SELECT e.seq, e.source, e.type, e.event_id, e.occurred_at, e.recorded_at, e.recorded_by, e.payload, e.lookups
+FROM stint.event_log e;
+COMMENT ON VIEW stint.record_events IS 'The record: every event with its payload. Quick by seq, by (source, event_id), by type with seq or occurred_at, and by recorded_at';
+COMMENT ON COLUMN stint.record_events.seq IS 'number of the event; to follow the record use stint.events_after, since numbers become visible out of order';
+COMMENT ON COLUMN stint.record_events.occurred_at IS 'when it happened, as its source says';
+COMMENT ON COLUMN stint.record_events.recorded_at IS 'when it was recorded';
+COMMENT ON COLUMN stint.record_events.recorded_by IS 'role that recorded it';
+COMMENT ON COLUMN stint.record_events.lookups IS 'what was looked up when it was recorded, by the names of the lookups';
+REVOKE ALL ON stint.record_events FROM PUBLIC;
+
+CREATE FUNCTION stint.utc_text(at timestamptz) RETURNS text
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE RETURN (to_jsonb(at AT TIME ZONE 'UTC') #>> '{}') || '+00:00';
+COMMENT ON FUNCTION stint.utc_text(timestamptz) IS 'A finite instant as projections see it: ISO 8601 in UTC, whatever the session''s settings.';
+REVOKE ALL ON FUNCTION stint.utc_text(timestamptz) FROM PUBLIC;
+
+CREATE VIEW stint.event_documents AS
+SELECT e.seq, e.epoch, e.xid, e.type, e.recorded_at,
+       jsonb_build_object('seq', e.seq, 'source', e.source, 'type', e.type, 'event_id', e.event_id, 'occurred_at', stint.utc_text(e.occurred_at),
+                          'recorded_at', stint.utc_text(e.recorded_at), 'payload', e.payload, 'lookups', e.lookups) AS document
+FROM stint.event_log e;
+COMMENT ON VIEW stint.event_documents IS 'Each event as one document: what the paths of a projection lead into';
+REVOKE ALL ON stint.event_documents FROM PUBLIC;
+
+CREATE FUNCTION stint.looked_up(found jsonb, ord bigint) RETURNS jsonb
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN (SELECT jsonb_object_agg(l.key, l.value -> ord::text) FROM jsonb_each(found) l WHERE l.value ? ord::text);
+COMMENT ON FUNCTION stint.looked_up(jsonb, bigint) IS 'What lookups found for one event of a batch, by their names; null where none is for it. found: for each lookup what it found by the place of the event.';
+REVOKE ALL ON FUNCTION stint.looked_up(jsonb, bigint) FROM PUBLIC;
+
+CREATE TABLE stint.lookup_config (
+    name       text COLLATE "C" PRIMARY KEY,
+    relation   regclass NOT NULL,
+    types      text[] NOT NULL,
+    key        jsonb NOT NULL,
+    columns    text[] NOT NULL,
+    created_by name NOT NULL DEFAULT session_user,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE stint.lookup_config IS 'Which row of which state table is read and kept with events of which types';
+COMMENT ON COLUMN stint.lookup_config.key IS 'for each column of the primary key where its value stands in the event';
+COMMENT ON COLUMN stint.lookup_config.columns IS 'what is kept of the row';
+REVOKE ALL ON stint.lookup_config FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.lookup_config', '');
+
+CREATE VIEW stint.lookups AS
+SELECT c.name, c.relation, c.types, c.key, c.columns, c.created_by, c.created_at FROM stint.lookup_config c;
+COMMENT ON VIEW stint.lookups IS 'The lookups of this database: which row of which state table is kept with an event';
+REVOKE ALL ON stint.lookups FROM PUBLIC;
+
+CREATE FUNCTION stint.create_lookup(name text, relation regclass, types text[], key jsonb, columns text[]) RETURNS void
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'create_lookup_wrapper';
+COMMENT ON FUNCTION stint.create_lookup(text, regclass, text[], jsonb, text[]) IS
+'Declares that events of some types are recorded together with the present row of a state table, on which the caller needs SELECT. key: for each column of the primary key where its value stands
+in the event, as columns of stint.create_projection; columns: what is kept of the row. It is kept with the event under the lookup''s name (null where there is no such row), never changes, and
+projections reach it as "lookups.name.column". Errors: 42704 no state table or column, 42501 no SELECT, 42703 and 22023 an unfit key, 42710 the name is taken.
+Locks: SHARE ROW EXCLUSIVE on the record: recorders wait until the transaction ends.';
+REVOKE ALL ON FUNCTION stint.create_lookup(text, regclass, text[], jsonb, text[]) FROM PUBLIC;
+
+CREATE FUNCTION stint.drop_lookup(name text) RETURNS void
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'drop_lookup_wrapper';
+COMMENT ON FUNCTION stint.drop_lookup(text) IS
+'Ends a lookup; what was kept with events stays. Errors: 42704 no such lookup, 42501 no SELECT on its table. Locks: as stint.create_lookup.';
+REVOKE ALL ON FUNCTION stint.drop_lookup(text) FROM PUBLIC;
+
+CREATE TABLE stint.projection_config (
+    name       text COLLATE "C" PRIMARY KEY,
+    relation   regclass NOT NULL,
+    types      text[] NOT NULL,
+    columns    jsonb NOT NULL,
+    kind       text NOT NULL CHECK (kind IN ('upsert', 'delete', 'retract')),
+    freshness  interval NOT NULL,
+    on_error   text NOT NULL CHECK (on_error IN ('set_aside', 'refuse')),
+    created_by name NOT NULL DEFAULT session_user,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE stint.projection_config IS 'Which events become rows of which state table, and how';
+COMMENT ON COLUMN stint.projection_config.types IS 'types of events it takes';
+COMMENT ON COLUMN stint.projection_config.columns IS 'for each column where its value stands in the event';
+COMMENT ON COLUMN stint.projection_config.kind IS 'what its rows do in the table: upsert, delete or retract';
+COMMENT ON COLUMN stint.projection_config.freshness IS 'how far the table may lag behind the record; zero: not at all. The same for all projections of a table';
+COMMENT ON COLUMN stint.projection_config.on_error IS 'an event that does not fit is set aside, or, with freshness zero, refused';
+REVOKE ALL ON stint.projection_config FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.projection_config', '');
+
+CREATE VIEW stint.projections AS
+SELECT c.name, c.relation, c.types, c.columns, c.kind, c.freshness, c.on_error, c.created_by, c.created_at
+FROM stint.projection_config c;
+COMMENT ON VIEW stint.projections IS 'The projections of this database: which events become rows of which state table, and how';
+REVOKE ALL ON stint.projections FROM PUBLIC;
+
+-- Insert-only but for trimming, so that an old snapshot held open makes the newest row no slower to find.
+CREATE TABLE stint.projection_positions (
+    relation       regclass NOT NULL,
+    number         bigint NOT NULL,
+    epoch          integer NOT NULL,
+    base           pg_snapshot NOT NULL,
+    target_epoch   integer,
+    target         pg_snapshot,
+    seq            bigint NOT NULL,
+    behind         bigint NOT NULL,
+    at             timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (relation, number)
+);
+COMMENT ON TABLE stint.projection_positions IS 'How far each table with a freshness above zero is folded; the row with the highest number is valid. Done is every event of an earlier epoch, every event that base sees, and up to seq those that target sees';
+COMMENT ON COLUMN stint.projection_positions.epoch IS 'the epoch base belongs to';
+COMMENT ON COLUMN stint.projection_positions.target IS 'what the present pass folds up to; null between two passes';
+COMMENT ON COLUMN stint.projection_positions.behind IS 'events of the pass that were left when this was written';
+REVOKE ALL ON stint.projection_positions FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.projection_positions', '');
+
+CREATE TABLE stint.events_aside (
+    relation regclass NOT NULL,
+    seq      bigint NOT NULL,
+    state    text NOT NULL CHECK (state IN ('poisoned', 'skipped')),
+    sqlstate text NOT NULL,
+    reason   text NOT NULL,
+    at       timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (relation, seq)
+);
+COMMENT ON TABLE stint.events_aside IS 'Events that are recorded but not part of a table: poisoned ones, whose values do not fit it, and those skipped by hand';
+REVOKE ALL ON stint.events_aside FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.events_aside', '');
+
+CREATE VIEW stint.poisoned_events AS
+SELECT a.relation, a.seq, e.source, e.type, e.event_id, a.state, a.sqlstate, a.reason, a.at AS set_aside_at
+FROM stint.events_aside a LEFT JOIN stint.event_log e ON e.seq = a.seq;
+COMMENT ON VIEW stint.poisoned_events IS 'Events set aside because they do not fit a table they are projected into, with the reason. stint.rebuild(relation) tries them again, stint.skip_event(relation, seq) gives them up';
+REVOKE ALL ON stint.poisoned_events FROM PUBLIC;
+
+CREATE FUNCTION stint.record(source text, type text, payload jsonb, event_id text DEFAULT NULL, occurred_at timestamptz DEFAULT NULL) RETURNS bigint
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'record_wrapper';
+COMMENT ON FUNCTION stint.record(text, text, jsonb, text, timestamptz) IS
+'Appends an event to the record and returns its number (seq). source: who tells of it; type: what kind of event it is; payload: kept as it is; event_id: the source''s own id of the event:
+the same (source, event_id) again is the same event and returns the same number, also while the first call is still under way; occurred_at: when it happened, now if not given.
+Tables with a projection on the type and freshness zero change in the same transaction. stint.record_many also tells whether the event was new.
+Errors: 23505 another type, payload or time is recorded under this id, 22004, 22023, 54000 unfit arguments; what a projection with on_error ''refuse'' raises.
+Locks: the order of the keys it touches in each projected table (docs/locks.md), then the id, until the transaction ends.';
+REVOKE ALL ON FUNCTION stint.record(text, text, jsonb, text, timestamptz) FROM PUBLIC;
+
+CREATE FUNCTION stint.record_many(events jsonb) RETURNS TABLE (ordinality integer, seq bigint, created boolean)
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'record_many_wrapper';
+COMMENT ON FUNCTION stint.record_many(jsonb) IS
+'Appends a batch of events, all or none: an array of objects with the arguments of stint.record, of which source, type and payload must be there. Returns one row for each element, in order.
+seq: its number; created: false where the event was recorded before, also earlier in the batch. Each projected table is changed once, by the events in their order.
+Errors and locks as stint.record; an error names the element. At most stint.max_batch elements. Use in FROM.';
+REVOKE ALL ON FUNCTION stint.record_many(jsonb) FROM PUBLIC;
+
+CREATE FUNCTION stint.create_projection(name text, relation regclass, types text[], columns jsonb, kind text DEFAULT 'upsert', freshness interval DEFAULT '0',
+                                        on_error text DEFAULT 'set_aside', replace_rows boolean DEFAULT false) RETURNS void
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp SET intervalstyle = 'postgres' AS 'MODULE_PATHNAME', 'create_projection_wrapper';
+COMMENT ON FUNCTION stint.create_projection(text, regclass, text[], jsonb, text, interval, text, boolean) IS
+$$Makes events of the record into rows of a state table; only the table's owner may. From then on the table has no other feed: stint.merge refuses it.
+
+types         the types of events it takes
+columns       for each column where its value stands: "payload.path.to.value" (a name with dots: ["payload", "a.b"]), "lookups.name.column", "seq", "source", "type", "event_id",
+              "occurred_at", "recorded_at", or {"const": value}. The primary key must be there. What an event does not have is left out of the row, a JSON null is null
+kind          what the rows do: 'upsert', 'delete' or 'retract', as in stint.merge. Several projections may feed one table; their rows fold together, in the order of the events
+freshness     how far the table may lag behind the record. Zero: it changes in the transaction that records. Else the maintenance worker folds many events into one write. One for a table
+on_error      'set_aside': an event whose values do not fit is recorded, and set aside for this table (stint.poisoned_events). 'refuse': with freshness zero, recording it fails
+replace_rows  a table that has rows already gets its first projection only with true: its rows become what the record says
+
+Events that are in the record already are folded: with freshness zero at once, else by the worker.
+Errors: 42704 no state table, 42501 not its owner, 42710 the name is taken, 42703 and 22023 an unfit map, 55000 the table has rows, or does not take the kind.
+Locks: SHARE ROW EXCLUSIVE on the table and on the record: recorders wait until the transaction ends.$$;
+REVOKE ALL ON FUNCTION stint.create_projection(text, regclass, text[], jsonb, text, interval, text, boolean) FROM PUBLIC;
+
+CREATE FUNCTION stint.drop_projection(name text) RETURNS void
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'drop_projection_wrapper';
+COMMENT ON FUNCTION stint.drop_projection(text) IS
+'Ends a projection; only the table''s owner may. The rows stay as they are; a table without projections takes merges again. Errors: 42704 no such projection, 42501 not the owner.
+Locks: as stint.create_projection.';
+REVOKE ALL ON FUNCTION stint.drop_projection(text) FROM PUBLIC;
+
+CREATE FUNCTION stint.rebuild(relation regclass, retry boolean DEFAULT true) RETURNS TABLE (events bigint, inserted bigint, updated bigint, deleted bigint, set_aside bigint)
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp SET intervalstyle = 'postgres' AS 'MODULE_PATHNAME', 'rebuild_wrapper';
+COMMENT ON FUNCTION stint.rebuild(regclass, boolean) IS
+'Folds the record anew and writes what differs into the table, so that the changelog shows true differences only; only the owner may. It goes on while events arrive: those are held up
+only while the last of them are folded and the difference is written. retry: poisoned events are tried again, each in its place in the order; false: they stay aside.
+events: how many were folded; inserted, updated, deleted: rows that differed; set_aside: events that do not fit. Use in FROM.
+Errors: 42704 the table has no projection, 42501 not its owner, and what writing the rows raises. Locks: the order of all keys of the table, at the end, until the transaction ends.';
+REVOKE ALL ON FUNCTION stint.rebuild(regclass, boolean) FROM PUBLIC;
+
+CREATE FUNCTION stint.verify(relation regclass) RETURNS TABLE (key jsonb, what text, expected jsonb, actual jsonb)
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp SET intervalstyle = 'postgres' AS 'MODULE_PATHNAME', 'verify_wrapper';
+COMMENT ON FUNCTION stint.verify(regclass) IS
+'The keys in which a table is not what the record says, at one point and as far as the table is folded; no row where all is well. what: missing, extra or different; expected: the row as the
+record gives it; actual: the row there is. Changes nothing, waits for nobody and holds up nobody. Only the owner may. Use in FROM.
+Errors: 42704 the table has no projection, 42501 not its owner.';
+REVOKE ALL ON FUNCTION stint.verify(regclass) FROM PUBLIC;
+
+CREATE FUNCTION stint.skip_event(relation regclass, seq bigint) RETURNS void
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'skip_event_wrapper';
+COMMENT ON FUNCTION stint.skip_event(regclass, bigint) IS
+'Gives up a poisoned event for a table: it stays in the record, is not tried again, and no longer counts against the table''s freshness. Only the table''s owner may.
+Errors: 42704 the event is not set aside for the table, 42501 not its owner.';
+REVOKE ALL ON FUNCTION stint.skip_event(regclass, bigint) FROM PUBLIC;
+
+CREATE FUNCTION stint.project(relation regclass, max integer DEFAULT 10000) RETURNS bigint
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'project_now_wrapper';
+COMMENT ON FUNCTION stint.project(regclass, integer) IS
+'Folds events that wait into a table whose freshness is above zero, in one write, without waiting for them to be due, and returns how many; 0 when it is up to date, or always is. The worker calls
+it when events are due. max: most events to fold. Errors: 42704 the table has no projection, 25001 in a transaction that has written something or runs under REPEATABLE READ or SERIALIZABLE.
+Locks: the fold of the table until the transaction ends, then rows as stint.merge.';
+REVOKE ALL ON FUNCTION stint.project(regclass, integer) FROM PUBLIC;
+
+CREATE FUNCTION stint.events_after(types text[] DEFAULT NULL, after text DEFAULT NULL, max integer DEFAULT 1000)
+    RETURNS TABLE (pos text, seq bigint, source text, type text, event_id text, occurred_at timestamptz, recorded_at timestamptz, payload jsonb, lookups jsonb)
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'events_after_wrapper';
+COMMENT ON FUNCTION stint.events_after(text[], text, integer) IS
+'The next events of the record after a position, each once and none skipped, also where transactions overlap and commit out of order. types: only these, the same in every call of a reader; null: all;
+after: the pos of the last event that was dealt with, null for the beginning; max: most events to return; none: ask again later with the same pos.
+pos: keep it as it is. Events come in passes, each in the order of seq: what a later pass brings may have a lower seq, but of one key of a projected table they come in the order of commits.
+Writes nothing, takes no locks. Errors: 22023 no position. Use in FROM.';
+REVOKE ALL ON FUNCTION stint.events_after(text[], text, integer) FROM PUBLIC;
+
+CREATE TABLE stint.base_images (
+    relation   regclass NOT NULL,
+    tombstones boolean NOT NULL,
+    part       integer NOT NULL,
+    rows       jsonb NOT NULL,
+    PRIMARY KEY (relation, tombstones, part)
+);
+COMMENT ON TABLE stint.base_images IS 'What projected tables were after the events that stint.expire_record removed: rebuild and verify begin here';
+COMMENT ON COLUMN stint.base_images.tombstones IS 'whether these are rows of the table of tombstones';
+COMMENT ON COLUMN stint.base_images.rows IS 'an array of rows';
+REVOKE ALL ON stint.base_images FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.base_images', '');
+
+CREATE FUNCTION stint.expire_record(before timestamptz) RETURNS bigint
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp SET intervalstyle = 'postgres' AS 'MODULE_PATHNAME', 'expire_record_wrapper';
+COMMENT ON FUNCTION stint.expire_record(timestamptz) IS
+'Removes the events that come before the first one recorded at or after a time, and returns how many. For each projected table what they amount to is stored first; rebuild and verify begin there.
+Events stay that a table has not folded yet or that are poisoned, and all after them. An id that was removed can be recorded anew.
+Errors: 22004, 25001 in a transaction that has written something or runs under REPEATABLE READ or SERIALIZABLE. Locks: the fold of each projected table until the transaction ends; recorders do not wait.';
+REVOKE ALL ON FUNCTION stint.expire_record(timestamptz) FROM PUBLIC;
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   record
 
 -- The changelog: what was captured, the ticks that give it positions, and who has read how far.
 
@@ -1561,10 +1877,22 @@ CREATE TABLE stint.captures (
     relation    regclass PRIMARY KEY,
     epoch       integer NOT NULL,
     xid         xid8 NOT NULL,
-    captured_at timestamptz NOT NULL DEFAULT clock_timestamp()
+    captured_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    floor_pos   bigint NOT NULL DEFAULT 0,
+    history     interval,
+    floor_epoch integer,
+    floor_seen  pg_snapshot,
+    floor_xid   xid8,
+    gone_keys   regclass
 );
 COMMENT ON TABLE stint.captures IS 'Tables whose changes are captured, and since when: earlier points cannot be read as of';
 COMMENT ON COLUMN stint.captures.xid IS 'the transaction that installed the triggers; writers before it had ended';
+COMMENT ON COLUMN stint.captures.floor_pos IS 'changes at this position and below may be gone';
+COMMENT ON COLUMN stint.captures.history IS 'how long changes are kept beyond what tags need, null for ever';
+COMMENT ON COLUMN stint.captures.floor_epoch IS 'epoch of the tick that ends at the floor, null where nothing is gone';
+COMMENT ON COLUMN stint.captures.floor_seen IS 'snapshot of that tick: a pin that does not see what of it had changes can no longer be read whole';
+COMMENT ON COLUMN stint.captures.floor_xid IS 'the last transaction whose changes went with that tick';
+COMMENT ON COLUMN stint.captures.gone_keys IS 'the table that holds the keys of deleted rows, typed, so that as-of reads find them by index';
 REVOKE ALL ON stint.captures FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.captures', '');
 
@@ -1594,10 +1922,15 @@ CREATE TABLE stint.change_log (
     kind     "char" NOT NULL CHECK (kind IN ('I', 'U', 'D')),
     key      text COLLATE "C" NOT NULL,
     before   text[],
-    after    text[]
+    after    text[],
+    cause    bigint
 );
--- Serves ticks, positions and as-of reads, all of which ask for ranges of transactions.
+-- Serves ticks and as-of reads, which ask for ranges of transactions.
 CREATE INDEX change_log_xid ON stint.change_log (epoch, xid);
+-- Serves readers of large ticks, which go on where the page before ended.
+CREATE INDEX change_log_seq ON stint.change_log (epoch, seq);
+-- Serves as-of reads by key, and netting, which asks for a key's neighbouring changes. Of the key its hash, since a key may be longer as text than an index takes.
+CREATE INDEX change_log_key ON stint.change_log (relation, hashtextextended(key, 0), epoch, seq);
 COMMENT ON TABLE stint.change_log IS 'Every change of every state table, written by the capture triggers alone and never changed. Read it through stint.changes, stint.poll and the <table>_as_of functions';
 COMMENT ON COLUMN stint.change_log.xid IS 'top-level transaction';
 COMMENT ON COLUMN stint.change_log.seq IS 'drawn while the row locks were held: per key it rises in commit order';
@@ -1606,6 +1939,7 @@ COMMENT ON COLUMN stint.change_log.kind IS 'I inserted, U updated, D deleted';
 COMMENT ON COLUMN stint.change_log.key IS 'the primary key''s values, as the text of a text[]';
 COMMENT ON COLUMN stint.change_log.before IS 'the row before: each column''s text in the place of its number';
 COMMENT ON COLUMN stint.change_log.after IS 'the row after, likewise';
+COMMENT ON COLUMN stint.change_log.cause IS 'event of the record that was folded into the row, null for changes made otherwise';
 REVOKE ALL ON stint.change_log FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.change_log', '');
 
@@ -1615,12 +1949,22 @@ CREATE TABLE stint.ticks (
     snapshot  pg_snapshot NOT NULL,
     end_pos   bigint NOT NULL,
     relations regclass[] NOT NULL,
+    first_seq bigint NOT NULL,
+    last_seq  bigint NOT NULL,
     at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    high      bigint NOT NULL,
+    expired   boolean NOT NULL DEFAULT false,
     PRIMARY KEY (epoch, number)
 );
 CREATE UNIQUE INDEX ticks_end_pos ON stint.ticks (end_pos);
+CREATE INDEX ticks_at ON stint.ticks (at, end_pos);
+CREATE INDEX ticks_expired ON stint.ticks (end_pos) WHERE expired;
 COMMENT ON TABLE stint.ticks IS 'Batches of the changelog: the changes of a tick are those visible in its snapshot and not in the one before, ordered by seq; their positions end at end_pos';
 COMMENT ON COLUMN stint.ticks.relations IS 'tables that changed in it';
+COMMENT ON COLUMN stint.ticks.first_seq IS 'the least seq of its changes; others'' lie between it and last_seq too';
+COMMENT ON COLUMN stint.ticks.last_seq IS 'the greatest seq of its changes';
+COMMENT ON COLUMN stint.ticks.high IS 'changes with a higher seq were not visible in the snapshot';
+COMMENT ON COLUMN stint.ticks.expired IS 'its changes are gone; it stays while the next tick begins where it ends';
 REVOKE ALL ON stint.ticks FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.ticks', '');
 
@@ -1628,11 +1972,15 @@ CREATE TABLE stint.consumer_config (
     consumer   text COLLATE "C" PRIMARY KEY,
     relations  regclass[] NOT NULL,
     start_pos  bigint NOT NULL,
+    start_epoch    integer,
+    start_snapshot pg_snapshot,
     created_by name NOT NULL DEFAULT session_user,
     created_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 COMMENT ON TABLE stint.consumer_config IS 'Named readers of the changelog';
 COMMENT ON COLUMN stint.consumer_config.start_pos IS 'it reads what lies after this position';
+COMMENT ON COLUMN stint.consumer_config.start_epoch IS 'the epoch whose transaction ids start_snapshot holds';
+COMMENT ON COLUMN stint.consumer_config.start_snapshot IS 'it started with what this snapshot sees, which it is not given again; null for one that started at a position';
 REVOKE ALL ON stint.consumer_config FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.consumer_config', '');
 
@@ -1649,6 +1997,7 @@ SELECT pg_catalog.pg_extension_config_dump('stint.consumer_commits', '');
 CREATE VIEW stint.consumers AS
 SELECT c.consumer, c.relations, coalesce(p.pos, c.start_pos) AS pos,
        coalesce(t.end_pos, 0) - coalesce(p.pos, c.start_pos) AS lag,
+       EXISTS (SELECT FROM stint.captures f WHERE f.relation = ANY (c.relations) AND f.floor_pos > coalesce(p.pos, c.start_pos)) AS must_refetch,
        p.committed_at, c.created_by, c.created_at
 FROM stint.consumer_config c
 LEFT JOIN LATERAL (SELECT m.pos, m.committed_at FROM stint.consumer_commits m WHERE m.consumer = c.consumer ORDER BY m.pos DESC LIMIT 1) p ON true
@@ -1658,6 +2007,7 @@ COMMENT ON COLUMN stint.consumers.consumer IS 'its name';
 COMMENT ON COLUMN stint.consumers.relations IS 'the state tables it reads';
 COMMENT ON COLUMN stint.consumers.pos IS 'position it has committed; it reads on after it';
 COMMENT ON COLUMN stint.consumers.lag IS 'positions between it and the last tick, those of other tables included';
+COMMENT ON COLUMN stint.consumers.must_refetch IS 'whether changes it has not read are gone: poll refuses it (72000)';
 COMMENT ON COLUMN stint.consumers.committed_at IS 'time of its last commit, null before the first';
 REVOKE ALL ON stint.consumers FROM PUBLIC;
 
@@ -1672,15 +2022,45 @@ CREATE FUNCTION stint.image_row(kind anyelement, image text[]) RETURNS anyelemen
     LANGUAGE c STABLE PARALLEL SAFE AS 'MODULE_PATHNAME', 'image_row_wrapper';
 COMMENT ON FUNCTION stint.image_row(anyelement, text[]) IS
 'The row that an image was made of. kind: null of the table''s row type, for its type only; image: the text of each column in the place of its number; places that are missing are null.
-Runs the types'' input functions and the domains'' checks, with the caller''s rights. Errors: 42804 if kind is not of a table''s row type. Takes no locks.';
+Runs the types'' input functions and the checks of domains inside other types, with the rights of the table''s owner. Errors: 42804 if kind is not of a table''s row type. Takes no locks.';
 REVOKE ALL ON FUNCTION stint.image_row(anyelement, text[]) FROM PUBLIC;
 
 CREATE FUNCTION stint.capture() RETURNS trigger
     LANGUAGE c SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'capture_wrapper';
 COMMENT ON FUNCTION stint.capture() IS
 'The trigger function on state tables: writes what a statement changed into the changelog, with the rights of the extension''s owner, reading nothing but the statement''s
-own transition tables (TRUNCATE: the table). An update that leaves a row''s text as it was writes nothing; one that changes the key is a deletion and an insertion.';
+own transition tables (TRUNCATE: the table). On a partition, whose triggers have an argument, it writes for the state table at the root. An update that leaves a row''s text as it was writes nothing; one that changes the key is a deletion and an insertion.';
 REVOKE ALL ON FUNCTION stint.capture() FROM PUBLIC;
+
+CREATE FUNCTION stint.uncaptured() RETURNS TABLE (relation regclass, detail text)
+    LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    WITH tables AS (
+        SELECT c.relation, m.oid AS member, t.oid IS NOT NULL AS partition, m.relkind, m.relpersistence, format('%I.%I', n.nspname, m.relname) AS name
+        FROM stint.captures c
+        LEFT JOIN LATERAL (SELECT p.relid AS oid FROM pg_partition_tree(c.relation) p WHERE p.relid <> c.relation
+                           UNION ALL SELECT NULL) t ON true
+        JOIN pg_class m ON m.oid = coalesce(t.oid, c.relation)
+        JOIN pg_namespace n ON n.oid = m.relnamespace
+    )
+    SELECT t.relation, format('trigger %s of %s is %s', w.name, t.name, CASE WHEN g.oid IS NULL THEN 'missing' ELSE 'disabled' END)
+    FROM tables t
+    CROSS JOIN (VALUES ('_stint_capture_insert'), ('_stint_capture_update'), ('_stint_capture_delete'), ('_stint_capture_truncate')) w (name)
+    LEFT JOIN pg_trigger g ON g.tgrelid = t.member AND g.tgname = w.name AND g.tgfoid = 'stint.capture'::regproc
+    WHERE g.oid IS NULL OR g.tgenabled NOT IN ('O', 'A')
+    UNION ALL
+    SELECT t.relation, format('the subscription "%s" writes to %s, which fires no statement-level triggers', s.subname, t.name)
+    FROM tables t JOIN pg_subscription_rel r ON r.srrelid = t.member JOIN pg_subscription s ON s.oid = r.srsubid
+    UNION ALL
+    SELECT t.relation, format('%s is %s', t.name, CASE WHEN t.relkind = 'f' THEN 'a foreign table' ELSE 'unlogged' END)
+    FROM tables t WHERE t.relkind = 'f' OR t.relpersistence = 'u'
+    UNION ALL
+    SELECT t.relation, format('%s has become a partition', t.name) FROM tables t JOIN pg_class c ON c.oid = t.relation WHERE NOT t.partition AND c.relispartition
+$$;
+COMMENT ON FUNCTION stint.uncaptured() IS
+'What keeps changes of state tables out of the changelog: a capture trigger of the table or of one of its partitions that is missing or disabled, a subscription that writes to it, a table
+that was made unlogged or a partition. One row for each; no row means that every change is captured. Used by stint.check() and stint.doctor(). Takes no locks.';
+REVOKE ALL ON FUNCTION stint.uncaptured() FROM PUBLIC;
 
 CREATE FUNCTION stint.tick() RETURNS bigint
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'tick_wrapper';
@@ -1701,21 +2081,38 @@ Errors: 25001 in a copy, in a transaction that has written something. Locks: the
 REVOKE ALL ON FUNCTION stint.activate(boolean) FROM PUBLIC;
 
 CREATE FUNCTION stint.changes(relation regclass, since_pos bigint DEFAULT 0, max integer DEFAULT 1000)
-    RETURNS TABLE (pos bigint, kind text, key jsonb, before jsonb, after jsonb, changed_at timestamptz)
+    RETURNS TABLE (pos bigint, kind text, key jsonb, before jsonb, after jsonb, changed_at timestamptz, cause bigint)
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'changes_wrapper';
 COMMENT ON FUNCTION stint.changes(regclass, bigint, integer) IS
-'Changes of a state table after a position, in order. relation: the table, on which the caller needs SELECT; since_pos: give the last pos you have; max: most changes to return.
+'Changes of a state table after a position, in order. What a transaction did to a key is one change, at the position of the last: a key born and dead in it, or put back as it
+was, gives nothing. relation: the table, on which the caller needs SELECT; since_pos: give the last pos you have; max: most changes to return, an update being one.
 Result: pos, the same for the two rows of an update; kind: +I inserted, -U and +U the row before and after an update, -D deleted; key; before: null for +I; after: null for -U and -D;
-changed_at: when the statement ended. In jsonb numbers are exact, NaN and the infinities are strings, json is embedded, arrays are arrays, and everything else is a string:
-PostgreSQL''s text under DateStyle ISO and TimeZone UTC. Shows ticked changes only. Meant for FROM.
-Errors: 42704 no such state table, 22023 a position that no tick has reached, 42501 no SELECT on the table or row security in force, 54000 max over stint.max_batch. Takes no locks.';
+changed_at: when the last statement ended; cause: the event of the record it comes from, null for other changes. In jsonb numbers are exact, NaN and the infinities are strings,
+json is embedded, arrays are arrays, and everything else is a string: PostgreSQL''s text under DateStyle ISO and TimeZone UTC. Shows ticked changes only. Meant for FROM.
+Errors: 42704 no such state table, 22023 a position that no tick has reached, 72000 changes after the position are not kept any more, 42501 no SELECT on the table or row security
+in force, 54000 max over stint.max_batch. Takes no locks.';
 REVOKE ALL ON FUNCTION stint.changes(regclass, bigint, integer) FROM PUBLIC;
+
+CREATE FUNCTION stint.export_changes(relation regclass, since_pos bigint DEFAULT 0, until_pos bigint DEFAULT NULL)
+    RETURNS TABLE (pos bigint, kind text, key text[], columns text[], image text[], changed_at timestamptz, cause bigint)
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'export_changes_wrapper';
+COMMENT ON FUNCTION stint.export_changes(regclass, bigint, bigint) IS
+'Changes of a state table as text, for COPY (SELECT * FROM stint.export_changes(…)) TO …: what stint.changes returns, any number of them, with the very text of each value. since_pos and
+until_pos: changes after the first up to the second; null until_pos: up to the last there is. Result: pos and kind as in stint.changes; key: the primary key''s values; columns and
+image: names and values, of the row before for -U and -D, after for +I and +U, as the table''s columns were then; changed_at, cause. Read in pages, each under its own snapshot.
+Meant for FROM.
+Errors: 42704 no such state table, 22023 a position that no tick has reached, or until_pos before since_pos, 72000 changes after since_pos are not kept any more, 42501 no SELECT on the
+table or row security in force. Takes no locks.';
+REVOKE ALL ON FUNCTION stint.export_changes(regclass, bigint, bigint) FROM PUBLIC;
 
 CREATE FUNCTION stint.create_consumer(consumer text, relations regclass[], start text DEFAULT 'earliest') RETURNS void
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'create_consumer_wrapper';
 COMMENT ON FUNCTION stint.create_consumer(text, regclass[], text) IS
-'Declares a named reader of the changelog. relations: the state tables it reads, on which the caller needs SELECT; start: ''earliest'' reads every change there is, ''latest'' what is ticked
-from now on. Errors: 42710 the name is taken, 42704 no such state table, 42501 no SELECT. Locks: none beyond its own row.';
+'Declares a named reader of the changelog. relations: the state tables it reads, on which the caller needs SELECT; start: ''earliest'' reads every change that is kept, ''latest''
+what is ticked from now on, ''snapshot'' exactly what the calling transaction does not see: in a REPEATABLE READ transaction create the consumer and read the tables, and its polls
+go on from those rows, with nothing missing and nothing twice.
+Errors: 42710 the name is taken, 42704 no such state table, 42501 no SELECT, 25001 start => ''snapshot'' under READ COMMITTED or after changing a state table.
+Locks: none beyond its own row.';
 REVOKE ALL ON FUNCTION stint.create_consumer(text, regclass[], text) FROM PUBLIC;
 
 CREATE FUNCTION stint.drop_consumer(consumer text) RETURNS void
@@ -1724,20 +2121,24 @@ COMMENT ON FUNCTION stint.drop_consumer(text) IS
 'Forgets a consumer and how far it had come. Errors: 42704 no such consumer, 42501 no SELECT on a table it reads. Locks: the consumer''s row.';
 REVOKE ALL ON FUNCTION stint.drop_consumer(text) FROM PUBLIC;
 
-CREATE FUNCTION stint.poll(consumer text, max integer DEFAULT 100)
-    RETURNS TABLE (pos bigint, relation regclass, kind text, key jsonb, before jsonb, after jsonb, changed_at timestamptz)
+CREATE FUNCTION stint.poll(consumer text, max integer DEFAULT 100, wait interval DEFAULT '0')
+    RETURNS TABLE (pos bigint, relation regclass, kind text, key jsonb, before jsonb, after jsonb, changed_at timestamptz, cause bigint)
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'poll_wrapper';
-COMMENT ON FUNCTION stint.poll(text, integer) IS
+COMMENT ON FUNCTION stint.poll(text, integer, interval) IS
 'The next changes for a consumer, after the position it has committed; columns as in stint.changes. Writes nothing and takes no locks: the same changes come again until stint.commit.
-max: most changes to return; an update is one change and two rows. Meant for FROM.
-Errors: 42704 no such consumer, 42501 no SELECT on a table it reads or row security in force, 54000 max over stint.max_batch.';
-REVOKE ALL ON FUNCTION stint.poll(text, integer) FROM PUBLIC;
+max: most changes to return; an update is one change and two rows. wait: where there is nothing, sleep in the server up to this long (at most stint.max_wait) and answer as soon as
+a tick brings something; no row then means that the time ran out. Cancel, statement_timeout and shutdown end it at once. Meant for FROM.
+Errors: 42704 no such consumer, 72000 changes it has not read are not kept any more (must_refetch in stint.consumers), 25001 a wait under REPEATABLE READ or SERIALIZABLE,
+42501 no SELECT on a table it reads or row security in force, 54000 max over stint.max_batch or wait over stint.max_wait.';
+REVOKE ALL ON FUNCTION stint.poll(text, integer, interval) FROM PUBLIC;
 
-CREATE FUNCTION stint.commit(consumer text, pos bigint) RETURNS void
+CREATE FUNCTION stint.commit(consumer text, pos bigint DEFAULT NULL) RETURNS void
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'commit_wrapper';
 COMMENT ON FUNCTION stint.commit(text, bigint) IS
 'Advances a consumer to the last pos it has dealt with, as part of the calling transaction: what the consumer wrote and its position become visible together or not at all.
-Committing the present position again changes nothing. Errors: 42704 no such consumer, 22023 a position below the committed one or beyond the last tick,
+Without pos: past everything that the poll of this transaction returned and, where it returned all there is, past what it found to be none of the consumer''s, so that a reader of
+quiet tables does not seem to lag. Committing the present position again changes nothing.
+Errors: 42704 no such consumer, 22023 a position below the committed one or beyond the last tick, 22004 no pos and no poll in this transaction,
 40001 another session advanced the consumer since this transaction polled it (roll back and poll again), 42501 no SELECT on a table it reads.
 Locks: the consumer''s row until the transaction ends.';
 REVOKE ALL ON FUNCTION stint.commit(text, bigint) FROM PUBLIC;
@@ -1831,7 +2232,7 @@ went. The maintenance worker does this all the time; call it where none runs. Le
 -- requires:
 --   task_events
 
--- Pins and tags: points in the past that stay readable.
+-- Pins and tags: points in the past that stay readable, and what is kept for them when changes go.
 
 CREATE TABLE stint.pins (
     pin        bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -1839,10 +2240,14 @@ CREATE TABLE stint.pins (
     snapshot   pg_snapshot NOT NULL,
     comment    text,
     created_by name NOT NULL DEFAULT session_user,
-    created_at timestamptz NOT NULL DEFAULT clock_timestamp()
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    pos        bigint NOT NULL,
+    high       bigint NOT NULL
 );
 COMMENT ON TABLE stint.pins IS 'Snapshots that were kept: what a pinning transaction saw of all state tables';
 COMMENT ON COLUMN stint.pins.epoch IS 'the epoch whose transaction ids the snapshot holds';
+COMMENT ON COLUMN stint.pins.pos IS 'end of the last tick in the snapshot: all up to there is seen, and perhaps changes that no tick had reached';
+COMMENT ON COLUMN stint.pins.high IS 'changes with a higher seq were not visible in the snapshot';
 REVOKE ALL ON stint.pins FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.pins', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.pins_pin_seq', '');
@@ -1851,19 +2256,51 @@ CREATE TABLE stint.tag_list (
     tag        text COLLATE "C" PRIMARY KEY,
     pin        bigint NOT NULL REFERENCES stint.pins,
     comment    text,
+    hold       boolean NOT NULL DEFAULT false,
     created_by name NOT NULL DEFAULT session_user,
     created_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 CREATE INDEX tag_list_pin ON stint.tag_list (pin);
-COMMENT ON TABLE stint.tag_list IS 'Names of pins; a row is inserted and deleted, never updated';
+COMMENT ON TABLE stint.tag_list IS 'Names of pins; of a row only hold ever changes, from true to false';
+COMMENT ON COLUMN stint.tag_list.hold IS 'it cannot be dropped';
 REVOKE ALL ON stint.tag_list FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.tag_list', '');
 
+CREATE TABLE stint.dropped_tags (
+    pin        bigint NOT NULL,
+    dropped_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+COMMENT ON TABLE stint.dropped_tags IS 'Pins that lost a tag since stint.expire_changes() last looked for images that no tag needs any more';
+REVOKE ALL ON stint.dropped_tags FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.dropped_tags', '');
+
+-- A tag needs of each key the first change after it. When changes go, those that some tag needs stay here; tags between the same two changes share one.
+CREATE TABLE stint.kept_images (
+    relation regclass NOT NULL,
+    key      text COLLATE "C" NOT NULL,
+    epoch    integer NOT NULL,
+    xid      xid8 NOT NULL,
+    seq      bigint NOT NULL,
+    layout   integer NOT NULL,
+    before   text[]
+);
+CREATE INDEX kept_images_key ON stint.kept_images (relation, hashtextextended(key, 0), epoch, seq);
+COMMENT ON TABLE stint.kept_images IS 'Changes that are gone from stint.change_log but the first of their key after some tag: what the row was before';
+COMMENT ON COLUMN stint.kept_images.before IS 'the row before the change, null where it was not there';
+REVOKE ALL ON stint.kept_images FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.kept_images', '');
+
 CREATE VIEW stint.tags AS
-SELECT t.tag, t.pin, p.created_at AS pinned_at, t.comment, t.created_by, t.created_at
+SELECT t.tag, t.pin, p.created_at AS pinned_at, p.pos, t.hold,
+       (SELECT count(DISTINCT (k.relation, k.key)) FROM stint.kept_images k
+        WHERE k.epoch > p.epoch OR k.epoch = p.epoch AND NOT pg_visible_in_snapshot(k.xid, p.snapshot)) AS rows_kept,
+       t.comment, t.created_by, t.created_at
 FROM stint.tag_list t JOIN stint.pins p USING (pin);
 COMMENT ON VIEW stint.tags IS 'Tags: immutable names of points at which state tables stay readable through <table>_as_of(tag => …)';
 COMMENT ON COLUMN stint.tags.pinned_at IS 'when the pin was made';
+COMMENT ON COLUMN stint.tags.pos IS 'position that it has seen everything up to';
+COMMENT ON COLUMN stint.tags.hold IS 'whether stint.drop_tag refuses it';
+COMMENT ON COLUMN stint.tags.rows_kept IS 'images that are kept for it beyond the changelog; tags share them';
 COMMENT ON COLUMN stint.tags.created_at IS 'when the pin was given this name';
 REVOKE ALL ON stint.tags FROM PUBLIC;
 
@@ -1871,36 +2308,242 @@ CREATE FUNCTION stint.pin(comment text DEFAULT NULL) RETURNS bigint
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'pin_wrapper';
 COMMENT ON FUNCTION stint.pin(text) IS
 'Keeps what this transaction sees of all state tables and returns the pin''s number. Under REPEATABLE READ that is exactly the transaction''s view; under READ COMMITTED what is committed
-at the call. Errors: 25001 in a transaction that has changed a state table; 55000 where there is no state table. Takes no locks.';
+at the call. A pin keeps no rows from retention; the tag that names it does.
+Errors: 25001 in a transaction that has changed a state table; 55000 where there is no state table. Takes no locks.';
 REVOKE ALL ON FUNCTION stint.pin(text) FROM PUBLIC;
 
-CREATE FUNCTION stint.tag(name text, pin bigint DEFAULT NULL, comment text DEFAULT NULL) RETURNS void
+CREATE FUNCTION stint.tag(name text, pin bigint DEFAULT NULL, comment text DEFAULT NULL, hold boolean DEFAULT false) RETURNS void
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'tag_wrapper';
-COMMENT ON FUNCTION stint.tag(text, bigint, text) IS
-'Names a pin, for good: a tag never comes to mean another point. name: at most stint.max_name_length bytes; pin: as stint.pin returned it, null pins what this transaction sees now.
-Errors: 42710 the name is taken, 42704 no such pin, 25001 as for stint.pin. Locks: the pin''s row in share mode.';
-REVOKE ALL ON FUNCTION stint.tag(text, bigint, text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.tag(text, bigint, text, boolean) IS
+'Names a pin, for good: a tag never comes to mean another point, and what it needs is kept until it is dropped. name: at most stint.max_name_length bytes; pin: as stint.pin returned
+it, null pins what this transaction sees now; hold: stint.drop_tag refuses it until stint.release_hold.
+Errors: 42710 the name is taken, 42704 no such pin, 25001 as for stint.pin, 72000 changes after the pin are gone already.
+Locks: the retention lock, shared, until the transaction ends; the pin''s row in share mode.';
+REVOKE ALL ON FUNCTION stint.tag(text, bigint, text, boolean) FROM PUBLIC;
 
 CREATE FUNCTION stint.drop_tag(name text) RETURNS void
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'drop_tag_wrapper';
 COMMENT ON FUNCTION stint.drop_tag(text) IS
-'Forgets a tag; its pin stays. Errors: 42704 no such tag. Locks: the tag''s row.';
+'Forgets a tag; its pin stays. What was kept for it alone goes with the next stint.expire_changes(). Errors: 42704 no such tag, 55000 it is held. Locks: the tag''s row.';
 REVOKE ALL ON FUNCTION stint.drop_tag(text) FROM PUBLIC;
 
-CREATE FUNCTION stint.images_after(relation regclass, tag text, pos bigint)
-    RETURNS TABLE (key text, before text[])
-    LANGUAGE c STABLE ROWS 1000 SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'images_after_wrapper';
-COMMENT ON FUNCTION stint.images_after(regclass, text, bigint) IS
-'What <table>_as_of is made of: for each key that changed after the point, the row''s image before its first change, null where the row was not there. Give tag or pos, not both.
-Sees what the calling query sees. Errors: 42704 no such tag or state table, 22023 a position that no tick has reached, neither or both of tag and pos, or a point before the table
-was declared; 42501 no SELECT on the table or row security in force. Takes no locks.';
-REVOKE ALL ON FUNCTION stint.images_after(regclass, text, bigint) FROM PUBLIC;
+CREATE FUNCTION stint.release_hold(name text) RETURNS boolean
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'release_hold_wrapper';
+COMMENT ON FUNCTION stint.release_hold(text) IS
+'Lets a held tag be dropped; true if it was held. A hold is given with the tag and not taken later. Errors: 42704 no such tag. Locks: the tag''s row.';
+REVOKE ALL ON FUNCTION stint.release_hold(text) FROM PUBLIC;
+
+CREATE FUNCTION stint.row_as_of(live anyelement, key text, tag text, pos bigint, at timestamptz) RETURNS anyelement
+    LANGUAGE c STABLE COST 50 SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'row_as_of_wrapper';
+COMMENT ON FUNCTION stint.row_as_of(anyelement, text, text, bigint, timestamptz) IS
+'What <table>_as_of is made of: the row of a state table with this key at a point, null where there was none. live: the row as it is now, or null of the table''s row type;
+key: its key as stint.image(…)::text; tag, pos, at: the point, one of them. Sees what the calling query sees; reads values as the table''s owner.
+Errors: 42704 no such tag or state table, 22023 a position that no tick has reached, a time before the first tick, not one of tag, pos and at, or a point before the table was declared;
+72000 the changes after the point are no longer kept; 55000 the table keeps no changelog; 42501 no SELECT on the table or row security in force. Takes no locks.';
+REVOKE ALL ON FUNCTION stint.row_as_of(anyelement, text, text, bigint, timestamptz) FROM PUBLIC;
+
+CREATE FUNCTION stint.point_is_kept(kind anyelement, tag text, pos bigint, at timestamptz) RETURNS boolean
+    LANGUAGE c STABLE COST 10 SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'point_is_kept_wrapper';
+COMMENT ON FUNCTION stint.point_is_kept(anyelement, text, bigint, timestamptz) IS
+'True where a state table can be read as of a point, else the error that says why not. kind: null of the table''s row type; tag, pos, at: the point, one of them.
+Errors: as stint.row_as_of. Takes no locks.';
+REVOKE ALL ON FUNCTION stint.point_is_kept(anyelement, text, bigint, timestamptz) FROM PUBLIC;
+
+CREATE FUNCTION stint.diff(relation regclass, since_tag text DEFAULT NULL, until_tag text DEFAULT NULL, since_pos bigint DEFAULT NULL, until_pos bigint DEFAULT NULL)
+    RETURNS TABLE (kind text, key jsonb, before jsonb, after jsonb)
+    LANGUAGE c STABLE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'diff_wrapper';
+COMMENT ON FUNCTION stint.diff(regclass, text, text, bigint, bigint) IS
+'The rows of a state table that differ between two points, by key. relation: the table, on which the caller needs SELECT; since_tag or since_pos: the earlier point;
+until_tag or until_pos: the later one, neither: now. Kinds and jsonb as in stint.changes: +I rows that are only there at the later point, -U and +U those that differ, -D those that
+are only there at the earlier one. Looks at keys that changed in between only; a row that changed and changed back is none. Meant for FROM.
+Errors: 42704 no such tag or state table, 22023 no earlier point or two, the later point before the earlier one; else as <table>_as_of. Takes no locks.';
+REVOKE ALL ON FUNCTION stint.diff(regclass, text, text, bigint, bigint) FROM PUBLIC;
+
+CREATE FUNCTION stint.expire_changes(max integer DEFAULT 10000) RETURNS TABLE (removed bigint, kept bigint, images bigint, more boolean)
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'expire_changes_wrapper';
+COMMENT ON FUNCTION stint.expire_changes(integer) IS
+'Lets go of changes past the history of their tables (create_state, set_history), after keeping of them what tags need, and of kept images that no tag needs any more. A tick goes whole:
+when every table that changed in it is past its history, and with it the earlier ticks of those tables. max: stop after so many changes; a tick is not divided.
+Result: changes removed; how many of them were kept as images; kept images removed; whether there is more. The worker calls it.
+Errors: 25001 in a transaction that has written something or runs under REPEATABLE READ or SERIALIZABLE.
+Locks: the retention lock until the transaction ends: making a tag waits for it.';
+REVOKE ALL ON FUNCTION stint.expire_changes(integer) FROM PUBLIC;
+
+CREATE FUNCTION stint.set_history(relation regclass, history interval) RETURNS void
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'set_history_wrapper';
+COMMENT ON FUNCTION stint.set_history(regclass, interval) IS
+'Says how long the changes of a state table are kept beyond what tags need; only its owner may. relation: the table; history: null for ever.
+Errors: 42704 not a state table, 42501 not its owner, 55000 it keeps no changelog, 22023 history not positive. Locks: the table''s row among the captured ones.';
+REVOKE ALL ON FUNCTION stint.set_history(regclass, interval) FROM PUBLIC;
+
+CREATE FUNCTION stint.follow_ddl() RETURNS event_trigger
+    LANGUAGE c SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'follow_ddl_wrapper';
+COMMENT ON FUNCTION stint.follow_ddl() IS
+'The event trigger function: makes the as-of functions of altered state tables anew, and grants the tables of deleted keys as the state tables are. With the rights of the extension''s owner.';
+REVOKE ALL ON FUNCTION stint.follow_ddl() FROM PUBLIC;
+CREATE EVENT TRIGGER stint_follow_ddl ON ddl_command_end WHEN TAG IN ('ALTER TABLE', 'GRANT', 'REVOKE', 'DROP TYPE', 'DROP DOMAIN')
+    EXECUTE FUNCTION stint.follow_ddl();
+COMMENT ON EVENT TRIGGER stint_follow_ddl IS 'Has the as-of functions follow their state tables';
 /* </end connected objects> */
 
 /* <begin connected objects> */
 -- src/lib.rs
 -- requires:
 --   snapshot
+
+-- Watches: conditions on the changes of state tables, each of which makes a task where it becomes true. What fires is evaluated as the transaction commits (src/watch); rows are only
+-- added here, and removed when they are old: a watch's own row changes when somebody pauses it and when its old log is counted.
+
+CREATE TABLE stint.watch_config (
+    watch         text COLLATE "C" PRIMARY KEY,
+    relation      regclass NOT NULL,
+    condition     text NOT NULL,
+    rearm         text,
+    into_queue    text COLLATE "C" NOT NULL,
+    payload       jsonb,
+    priority      int NOT NULL,
+    delay         interval,
+    agent         text COLLATE "C",
+    tokens        bigint,
+    budgets       text[] COLLATE "C" NOT NULL,
+    group_key     text COLLATE "C",
+    max_attempts  int,
+    lease_for     interval,
+    labels        jsonb,
+    paused        boolean NOT NULL,
+    comment       text,
+    fired_before  bigint NOT NULL DEFAULT 0,
+    failed_before bigint NOT NULL DEFAULT 0,
+    created_by    name NOT NULL,
+    created_at    timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+CREATE INDEX watch_config_relation ON stint.watch_config (relation);
+COMMENT ON TABLE stint.watch_config IS 'Watches and the task each makes; made by stint.create_watch';
+COMMENT ON COLUMN stint.watch_config.rearm IS 'once it has fired for a key, it fires for it again only after this was true of the row';
+COMMENT ON COLUMN stint.watch_config.fired_before IS 'tasks it made whose rows of the log were removed, and likewise failed_before';
+COMMENT ON COLUMN stint.watch_config.created_by IS 'the role that declared it: it fires as long as this role may read the table and enqueue';
+REVOKE ALL ON stint.watch_config FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.watch_config', '');
+
+CREATE TABLE stint.watch_log (
+    watch     text COLLATE "C" NOT NULL,
+    seq       bigint NOT NULL,
+    key       text COLLATE "C",
+    fired_at  timestamptz NOT NULL,
+    queue_was text COLLATE "C" NOT NULL,
+    id        uuid,
+    error     text,
+    PRIMARY KEY (watch, seq)
+);
+COMMENT ON TABLE stint.watch_log IS 'What each watch did of late: the task it made of a change, or the error that kept it from making one. Never updated; stint.trim_watches removes the oldest';
+COMMENT ON COLUMN stint.watch_log.seq IS 'of the key''s last change in the transaction, as in stint.change_log';
+COMMENT ON COLUMN stint.watch_log.key IS 'the primary key''s values, as the text of a text[]; null where the watch could not be evaluated at all';
+REVOKE ALL ON stint.watch_log FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.watch_log', '');
+
+CREATE TABLE stint.watch_disarmed (
+    watch text COLLATE "C" NOT NULL,
+    key   text COLLATE "C" NOT NULL,
+    since timestamptz NOT NULL,
+    PRIMARY KEY (watch, key)
+);
+COMMENT ON TABLE stint.watch_disarmed IS 'Keys for which a watch with a rearm condition has fired and not been armed again. Rows are added and removed, never updated';
+REVOKE ALL ON stint.watch_disarmed FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.watch_disarmed', '');
+
+CREATE VIEW stint.watches AS
+SELECT c.watch, c.relation, c.condition, c.rearm, c.into_queue AS queue, c.paused,
+       (SELECT count(*) FROM stint.watch_disarmed d WHERE d.watch = c.watch) AS disarmed,
+       c.fired_before + coalesce(l.fired, 0) AS fired,
+       c.failed_before + coalesce(l.failed, 0) AS failed,
+       l.last_fired_at, e.error AS last_error, e.fired_at AS last_error_at,
+       c.comment, c.created_by, c.created_at
+FROM stint.watch_config c
+LEFT JOIN LATERAL (SELECT count(l.id) AS fired, count(l.error) AS failed, max(l.fired_at) FILTER (WHERE l.id IS NOT NULL) AS last_fired_at
+                   FROM stint.watch_log l WHERE l.watch = c.watch) l ON true
+LEFT JOIN LATERAL (SELECT l.error, l.fired_at FROM stint.watch_log l WHERE l.watch = c.watch AND l.error IS NOT NULL ORDER BY l.seq DESC LIMIT 1) e ON true;
+COMMENT ON VIEW stint.watches IS 'The watches of this database: what they wait for, how often they fired, and what last went wrong';
+COMMENT ON COLUMN stint.watches.disarmed IS 'keys for which it has fired and waits for its rearm condition; all others are armed';
+COMMENT ON COLUMN stint.watches.fired IS 'tasks it has made';
+COMMENT ON COLUMN stint.watches.failed IS 'times it could not be evaluated or its task could not be made; the change was committed all the same';
+REVOKE ALL ON stint.watches FROM PUBLIC;
+
+CREATE VIEW stint.watch_history AS
+SELECT l.watch, c.relation, l.key::text[] AS key, l.fired_at, l.queue_was AS queue, l.id, l.error
+FROM stint.watch_log l JOIN stint.watch_config c USING (watch);
+COMMENT ON VIEW stint.watch_history IS 'What watches did of late, one row for each task made or missed. At least the newest 1,000 of each watch are kept';
+COMMENT ON COLUMN stint.watch_history.key IS 'the row''s primary key, as text';
+COMMENT ON COLUMN stint.watch_history.id IS 'the task it made';
+COMMENT ON COLUMN stint.watch_history.error IS 'why it made none';
+REVOKE ALL ON stint.watch_history FROM PUBLIC;
+
+CREATE FUNCTION stint.create_watch(
+    name text,
+    relation regclass,
+    condition text,
+    queue text,
+    payload jsonb DEFAULT NULL,
+    rearm text DEFAULT NULL,
+    priority int DEFAULT 0,
+    delay interval DEFAULT NULL,
+    agent text DEFAULT NULL,
+    tokens bigint DEFAULT NULL,
+    budgets text[] DEFAULT '{}',
+    group_key text DEFAULT NULL,
+    max_attempts int DEFAULT NULL,
+    lease_for interval DEFAULT NULL,
+    labels jsonb DEFAULT NULL,
+    paused boolean DEFAULT false,
+    comment text DEFAULT NULL
+) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+AS 'MODULE_PATHNAME', 'create_watch_wrapper';
+REVOKE ALL ON FUNCTION stint.create_watch(text, regclass, text, text, jsonb, text, int, interval, text, bigint, text[], text, int, interval, jsonb, boolean, text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.create_watch(text, regclass, text, text, jsonb, text, int, interval, text, bigint, text[], text, int, interval, jsonb, boolean, text) IS
+$$Has a task made, in the same transaction, whenever a committed change of a state table makes a condition true. docs/watches.md has the grammar.
+name: of the watch, one in the database. relation: the state table, on which the caller needs SELECT.
+condition: over the columns of the row after the change (qty, or after.qty) and before it (before.qty): = <> < <= > >=, + - * / %, IN, BETWEEN, IS [NOT] NULL, IS [NOT] DISTINCT FROM, AND, OR, NOT,
+changed(column), inserted(), updated(), deleted(). Null is not true. What counts is the net change of the whole transaction for each key, as it commits. A condition on the row after alone
+fires where it was not true before (or there was no row) and is true now; one that speaks of the change (before, changed, …) fires where it is true of a net change.
+queue: where the task goes, with the key watch:<name>:<number of the change>. payload: an object, to which are added watch, relation, key, before and after (as stint.changes shows them).
+rearm: after firing for a key, the watch does not fire for it again until this condition was true of its row, or the row was deleted.
+priority, delay, agent, tokens, budgets, group_key, max_attempts, lease_for, labels: of each task, as stint.enqueue takes them.
+What keeps a task from being made (no such queue any more, a budget too small, an overflow in the condition) never fails the transaction that changed the row: stint.watches shows it.
+The watch acts for the role that declares it and fires as long as that role may read the table and call stint.enqueue. It counts for the whole of the transaction that declares it.
+Errors: 42601 the condition is not understood, 42703 no such column, 42804 types that do not go together, 22P02 a constant its type does not take, 42704 no such state table, queue or budget,
+42710 the name is taken, 42501 no SELECT on the table or no EXECUTE on stint.enqueue. Locks: SHARE ROW EXCLUSIVE on the table: it waits for open transactions that wrote to it.$$;
+
+CREATE FUNCTION stint.pause_watch(name text) RETURNS boolean
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'pause_watch_wrapper';
+REVOKE ALL ON FUNCTION stint.pause_watch(text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.pause_watch(text) IS
+'Lets a watch make no tasks until it is resumed; what its condition meets meanwhile is not made up for. Its rearm condition goes on to arm keys again. Returns whether it was not paused before.
+Only the role that declared it and the owner of its table may. Errors: 42704 no such watch, 42501 neither of them. Locks: SHARE ROW EXCLUSIVE on the table.';
+
+CREATE FUNCTION stint.resume_watch(name text) RETURNS boolean
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'resume_watch_wrapper';
+REVOKE ALL ON FUNCTION stint.resume_watch(text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.resume_watch(text) IS
+'Lets a paused watch make tasks again, of what is committed from then on. Returns whether it was paused. Errors and locks: as stint.pause_watch.';
+
+CREATE FUNCTION stint.drop_watch(name text) RETURNS void
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'drop_watch_wrapper';
+REVOKE ALL ON FUNCTION stint.drop_watch(text) FROM PUBLIC;
+COMMENT ON FUNCTION stint.drop_watch(text) IS
+'Removes a watch and what it remembers of keys; the tasks it made stay. stint.drop_state removes those of its table. Errors and locks: as stint.pause_watch.';
+
+CREATE FUNCTION stint.trim_watches() RETURNS bigint
+LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'trim_watches_wrapper';
+REVOKE ALL ON FUNCTION stint.trim_watches() FROM PUBLIC;
+COMMENT ON FUNCTION stint.trim_watches() IS
+'Removes from the log of each watch all but its newest 1,000 rows, which stay counted in stint.watches, and what is left of watches whose table was dropped without stint.drop_state. Returns how many rows.
+The maintenance worker calls it once a minute. Locks: the rows it removes, and those of the watches they are of.';
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   watches
 
 -- Accounting: what finished tasks and ended attempts used, added up by minute, hour, day and month, and the functions of a dashboard.
 --
@@ -2064,7 +2707,7 @@ SELECT pg_catalog.date_bin('1 minute', v.ended_at, '2000-01-01 00:00:00+00') AS 
        CASE WHEN v.attempts = 1 AND v.attempt = 1
             THEN greatest(extract(epoch FROM v.started_at - greatest(f.enqueued_at, f.run_at)), 0)::double precision * 1e6 END AS wait,
        CASE WHEN v.attempts = 1 THEN greatest(extract(epoch FROM v.ended_at - v.started_at), 0)::double precision * 1e6 END AS run,
-       v.confidence::double precision AS confidence
+       v.confidence::numeric::double precision AS confidence
 FROM (
     SELECT a.queue, a.id, a.attempt, a.started_at, a.ended_at, a.ended, w.*
     FROM stint.new_attempts a
@@ -2358,6 +3001,76 @@ COMMENT ON COLUMN stint.maintenance.last_error IS 'The step that last failed and
 -- requires:
 --   worker
 
+-- How far projected tables are behind the record, and what holds them up. After the worker, whose state it tells of.
+
+CREATE VIEW stint.freshness AS
+WITH tables AS (
+    SELECT c.relation, array_agg(DISTINCT c.name) AS projections, array_agg(DISTINCT t.type) AS types, min(c.freshness) AS freshness
+    FROM stint.projection_config c CROSS JOIN LATERAL unnest(c.types) AS t (type)
+    WHERE EXISTS (SELECT FROM pg_catalog.pg_class r WHERE r.oid = c.relation)
+    GROUP BY c.relation
+), measured AS (
+    SELECT t.relation, t.projections, t.freshness, coalesce(w.behind, 0) AS behind,
+           CASE WHEN w.behind > 0 THEN greatest(clock_timestamp() - w.oldest, '0') ELSE '0'::interval END AS lag,
+           a.poisoned, a.first AS first_poisoned
+    FROM tables t
+    LEFT JOIN LATERAL (SELECT p.* FROM stint.projection_positions p WHERE p.relation = t.relation ORDER BY p.number DESC LIMIT 1) p ON true
+    CROSS JOIN LATERAL (SELECT coalesce(p.epoch, 0) AS epoch, coalesce(p.base, '1:1:'::pg_snapshot) AS base OFFSET 0) b
+    LEFT JOIN LATERAL (
+        SELECT count(*) AS behind, min(e.recorded_at) AS oldest
+        FROM (SELECT l.epoch, l.xid, l.seq, l.type, l.recorded_at FROM stint.event_log l WHERE l.epoch = b.epoch AND l.xid >= pg_snapshot_xmax(b.base)
+              UNION ALL
+              SELECT r.* FROM pg_snapshot_xip(b.base) x,
+                   LATERAL (SELECT l.epoch, l.xid, l.seq, l.type, l.recorded_at FROM stint.event_log l WHERE l.epoch = b.epoch AND l.xid = x OFFSET 0) r
+              UNION ALL
+              SELECT l.epoch, l.xid, l.seq, l.type, l.recorded_at FROM stint.event_log l WHERE l.epoch > b.epoch) e
+        WHERE e.type = ANY (t.types)
+          AND NOT coalesce(e.seq <= p.seq AND (e.epoch < p.target_epoch OR e.epoch = p.target_epoch AND pg_visible_in_snapshot(e.xid, p.target)), false)
+    ) w ON t.freshness > '0'
+    CROSS JOIN LATERAL (SELECT count(*) AS poisoned, min(x.seq) AS first FROM stint.events_aside x WHERE x.relation = t.relation AND x.state = 'poisoned') a
+)
+SELECT m.relation, m.projections, m.freshness, m.lag, m.behind, m.poisoned, m.poisoned = 0 AND m.lag <= m.freshness AS ok,
+       CASE WHEN m.poisoned > 0 THEN format('%s poisoned events, the first is number %s: see stint.poisoned_events', m.poisoned, m.first_poisoned)
+            WHEN m.lag <= m.freshness THEN NULL
+            WHEN NOT o.own THEN 'the database is a copy that was not activated'
+            WHEN w.pid IS NULL THEN 'the maintenance worker does not run here'
+            WHEN f.pid IS NOT NULL THEN format('process %s folds the table in a transaction that is still open', f.pid)
+            WHEN cardinality(k.pids) > 0 THEN format('the maintenance worker waits for a lock of process %s', k.pids[1])
+            WHEN w.last_error LIKE 'project: %' AND w.last_error_at >= coalesce(w.last_clean_round, '-infinity') THEN 'the worker''s last try failed: ' || w.last_error
+            ELSE format('%s events wait for the maintenance worker', m.behind) END AS held_up_by
+FROM measured m
+CROSS JOIN LATERAL (SELECT coalesce((SELECT e.database = d.oid AND e.system_identifier = s.system_identifier
+                                     FROM stint.meta e, pg_catalog.pg_database d, pg_control_system() s WHERE d.datname = current_database()), true) AS own) o
+LEFT JOIN LATERAL (SELECT s.pid, s.last_error, s.last_error_at, s.last_clean_round
+                   FROM stint.worker_state() s JOIN pg_catalog.pg_database d ON d.oid = s.database WHERE d.datname = current_database()) w ON true
+LEFT JOIN LATERAL (SELECT l.pid FROM pg_catalog.pg_locks l
+                   WHERE l.locktype = 'object' AND l.granted AND l.objsubid = 2 AND l.objid = m.relation::oid AND l.pid <> coalesce(w.pid, 0)
+                     AND l.classid = (SELECT n.oid FROM pg_catalog.pg_namespace n WHERE n.nspname = 'stint')
+                     AND l.database = (SELECT d.oid FROM pg_catalog.pg_database d WHERE d.datname = current_database())
+                   LIMIT 1) f ON true
+CROSS JOIN LATERAL (SELECT CASE WHEN w.pid IS NOT NULL THEN pg_blocking_pids(w.pid) END AS pids) k;
+COMMENT ON VIEW stint.freshness IS 'Each projected table: the lag it may have, the lag it has, and what holds it up';
+COMMENT ON COLUMN stint.freshness.freshness IS 'how far the table may lag behind the record; zero: it changes in the transaction that records';
+COMMENT ON COLUMN stint.freshness.lag IS 'age of the oldest event that is not folded yet';
+COMMENT ON COLUMN stint.freshness.behind IS 'events that are not folded yet';
+COMMENT ON COLUMN stint.freshness.poisoned IS 'events set aside because they do not fit the table';
+COMMENT ON COLUMN stint.freshness.ok IS 'the lag is within the freshness and no event is set aside';
+COMMENT ON COLUMN stint.freshness.held_up_by IS 'why it is not ok';
+REVOKE ALL ON stint.freshness FROM PUBLIC;
+
+CREATE FUNCTION stint.require_fresh(relation regclass) RETURNS interval
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'require_fresh_wrapper';
+COMMENT ON FUNCTION stint.require_fresh(regclass) IS
+'Returns the lag of a projected table, or fails where it is beyond its freshness or events are set aside: to be called before a decision that needs the state. Reads what is committed now.
+Errors: 55000 with the lag and what holds the table up, 42704 the table has no projection. Takes no locks.';
+REVOKE ALL ON FUNCTION stint.require_fresh(regclass) FROM PUBLIC;
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   freshness
+
 -- Partitions of the history: which there are, and their upkeep (src/history). The tables they are of stand in 10_queue_tables.sql.
 
 CREATE FUNCTION stint.history_partition(id uuid) RETURNS text
@@ -2452,6 +3165,14 @@ AS $$
     SELECT 'every waiting task stands in a lane of its queue', p.queue, p.id, p.place || ', lane ' || p.lane
     FROM places p WHERE NOT EXISTS (SELECT FROM stint.lanes l WHERE l.queue = p.queue AND l.lane = p.lane)
     UNION ALL
+    SELECT 'what is kept of a watch belongs to one', NULL, NULL, x.what
+    FROM (SELECT l.watch, 'log of "' || l.watch || '"' AS what FROM stint.watch_log l
+          UNION SELECT d.watch, 'disarmed keys of "' || d.watch || '"' FROM stint.watch_disarmed d) x
+    WHERE NOT EXISTS (SELECT FROM stint.watch_config c WHERE c.watch = x.watch)
+    UNION ALL
+    SELECT 'only watches with a rearm condition disarm keys', NULL, NULL, 'watch "' || c.watch || '"'
+    FROM stint.watch_config c WHERE c.rearm IS NULL AND EXISTS (SELECT FROM stint.watch_disarmed d WHERE d.watch = c.watch)
+    UNION ALL
     SELECT 'a lane of a group holds tasks of that group only', p.queue, p.id, p.place || ' in the lane of group "' || l.group_key || '"'
     FROM places p
     JOIN stint.lanes l ON l.queue = p.queue AND l.lane = p.lane
@@ -2536,9 +3257,43 @@ AS $$
           UNION SELECT q.queue, 'setting' FROM stint.queue_config q WHERE q.events) x
     WHERE NOT EXISTS (SELECT FROM stint.task_feeds f JOIN stint.queue_config q ON q.queue = f.queue WHERE f.queue = x.queue)
     UNION ALL
+    SELECT 'a table with a changelog has a table of deleted keys', NULL, NULL, c.relation::text
+    FROM stint.captures c
+    WHERE EXISTS (SELECT FROM pg_class t WHERE t.oid = c.relation) AND NOT EXISTS (SELECT FROM pg_class t WHERE t.oid = c.gone_keys)
+    UNION ALL
+    SELECT 'an image is kept for some tag, and belongs to a table with a changelog', NULL, NULL, k.relation::text || ', key ' || k.key
+    FROM (SELECT i.relation, i.key, i.epoch, i.xid, lag(i.epoch) OVER w AS previous_epoch, lag(i.xid) OVER w AS previous
+          FROM stint.kept_images i WINDOW w AS (PARTITION BY i.relation, i.key ORDER BY i.epoch, i.seq)) k
+    WHERE NOT EXISTS (SELECT FROM stint.captures c WHERE c.relation = k.relation)
+       OR NOT EXISTS (SELECT FROM stint.dropped_tags)
+          AND NOT EXISTS (SELECT FROM stint.tag_list t JOIN stint.pins p USING (pin)
+                          WHERE (p.epoch < k.epoch OR p.epoch = k.epoch AND NOT pg_visible_in_snapshot(k.xid, p.snapshot))
+                            AND (k.previous IS NULL OR p.epoch > k.previous_epoch
+                                 OR p.epoch = k.previous_epoch AND pg_visible_in_snapshot(k.previous, p.snapshot)))
+    UNION ALL
+    SELECT 'what is gone of a table lies below its floor', NULL, NULL, r.relation::text || ' at position ' || t.end_pos
+    FROM stint.ticks t CROSS JOIN LATERAL unnest(t.relations) r (relation) JOIN stint.captures c ON c.relation = r.relation
+    WHERE t.expired <> (t.end_pos <= c.floor_pos) AND (c.epoch < t.epoch OR c.epoch = t.epoch AND pg_visible_in_snapshot(c.xid, t.snapshot))
+    UNION ALL
     SELECT 'a slot belongs to a schedule and has a task or an error', s.queue_was, s.id, s.schedule || ' at ' || s.slot
     FROM stint.schedule_slots s LEFT JOIN stint.schedule_config c ON c.schedule = s.schedule
     WHERE c.schedule IS NULL OR (s.id IS NULL) = (s.error IS NULL)
+    UNION ALL
+    SELECT 'an event has known facts and a number that was drawn', NULL, NULL, 'event ' || e.seq
+    FROM stint.event_log e
+    WHERE e.source = '' OR e.type = '' OR e.seq > (SELECT q.last_value FROM stint.event_seq q) OR e.epoch > (SELECT coalesce(max(m.epoch), 0) FROM stint.meta m)
+    UNION ALL
+    SELECT 'a projected table is a state table of one freshness', NULL, NULL, c.relation || ': ' || string_agg(c.name, ', ')
+    FROM stint.projection_config c
+    WHERE EXISTS (SELECT FROM pg_class t WHERE t.oid = c.relation)
+    GROUP BY c.relation
+    HAVING count(DISTINCT c.freshness) > 1 OR NOT EXISTS (SELECT FROM stint.state_config s WHERE s.relation = c.relation)
+    UNION ALL
+    SELECT 'what is set aside or folded belongs to a projected table', NULL, NULL, x.what || ' of ' || x.relation
+    FROM (SELECT a.relation, 'event ' || a.seq AS what FROM stint.events_aside a
+          UNION ALL SELECT p.relation, 'position ' || p.number FROM stint.projection_positions p) x
+    WHERE EXISTS (SELECT FROM pg_class t WHERE t.oid = x.relation)
+      AND NOT EXISTS (SELECT FROM stint.projection_config c WHERE c.relation = x.relation)
     UNION ALL
     SELECT 'sums of hours, days and months agree with the finer ones', l.queue, NULL,
            l.figure || ' of ' || l.since || ', level ' || l.level || ': ' || sum(l.amount) FILTER (WHERE NOT l.fine) || ', the finer ones ' || sum(l.amount) FILTER (WHERE l.fine)
@@ -2558,6 +3313,8 @@ AS $$
               SELECT 4, date_trunc('month', x.since, 'UTC'), true WHERE x.level = 3 AND x.since < m.months_until) b) l
     GROUP BY l.queue, l.figure, l.level, l.since
     HAVING coalesce(sum(l.amount) FILTER (WHERE NOT l.fine), 0) <> coalesce(sum(l.amount) FILTER (WHERE l.fine), 0)
+    UNION ALL
+    SELECT 'every change of a state table is captured', NULL, NULL, u.detail FROM stint.uncaptured() u
 $$;
 REVOKE ALL ON FUNCTION stint.check() FROM PUBLIC;
 COMMENT ON FUNCTION stint.check() IS
@@ -2584,7 +3341,7 @@ server AS (
            clock_timestamp() AS now,
            greatest(interval '10 s', 20 * interval '1 ms' * coalesce((SELECT setting::int FROM settings WHERE name = 'stint.naptime'), 500)) AS patience
 ),
-violations AS (SELECT count(*) AS number, min(c.rule) AS rule FROM stint.check() c),
+violations AS (SELECT count(*) AS number, min(c.rule) AS rule FROM stint.check() c WHERE c.rule <> 'every change of a state table is captured'),
 old_transactions AS (
     SELECT format('pid %s, %s in %s, %s for %s', a.pid, a.usename, a.datname, a.state, date_trunc('second', s.now - a.xact_start)) AS who, a.xact_start
       FROM activity a, server s
@@ -2671,6 +3428,11 @@ findings (number, "check", ok, detail, remedy, advice) AS (
            'SELECT * FROM stint.check() names the rows; please report it. A budget that appears once and not again was only in the middle of a claim.', NULL
       FROM violations v
     UNION ALL
+    SELECT 122, 'changes of state tables are captured', count(*) = 0, coalesce(string_agg(u.detail, '; ' ORDER BY u.detail), 'every state table and partition has its triggers'),
+           'Changes that were missed cannot be told any more. Enable the triggers (ALTER TABLE … ENABLE TRIGGER …); where they are missing, or something else writes past them, mend that and declare the table anew with stint.drop_state and stint.create_state.',
+           NULL
+      FROM stint.uncaptured() u
+    UNION ALL
     SELECT 123, 'history partitions are made ahead', count(*) FILTER (WHERE h.latest IS NULL OR h.latest <= s.now) = 0,
            coalesce('not there yet for ' || string_agg(format('class %s (retention %s)', c.class, coalesce(c.retention::text, 'for ever')), ', ') FILTER (WHERE h.latest IS NULL OR h.latest <= s.now),
                     'each retention in use has one for the time to come'),
@@ -2688,6 +3450,36 @@ findings (number, "check", ok, detail, remedy, advice) AS (
            NULL
       FROM stint.history p, server s
      WHERE p.expires_at + p.retention / 4 < s.now
+    UNION ALL
+    SELECT 128, 'consumers have all they need', count(*) FILTER (WHERE c.must_refetch) = 0,
+           coalesce('changes that they have not read are gone: ' || string_agg(format('%L', c.consumer), ', ' ORDER BY c.consumer) FILTER (WHERE c.must_refetch),
+                    format('none of %s is behind what is kept', count(*))),
+           'Drop them, and create those that are still wanted again with start => ''snapshot'', as docs/changelog.md shows.', NULL
+      FROM stint.consumers c
+    UNION ALL
+    SELECT 127, 'projected tables are fresh', count(*) FILTER (WHERE NOT f.ok) = 0,
+           coalesce(string_agg(format('%s lags %s behind the record, held up by: %s', f.relation, f.lag, f.held_up_by), '; ') FILTER (WHERE NOT f.ok),
+                    format('%s projected tables, each within its freshness', count(*))),
+           'SELECT * FROM stint.freshness shows each; stint.poisoned_events shows what was set aside, stint.rebuild(…) tries it again and stint.skip_event(…) gives it up.', NULL
+      FROM stint.freshness f
+    UNION ALL
+    SELECT 126, 'changes go when they are past their history', count(*) = 0,
+           coalesce('kept for more than a quarter beyond it: ' || string_agg(c.relation::text, ', ' ORDER BY c.relation::text), 'none is kept much longer than its table''s history says'),
+           'A tick goes when all tables that changed in it are past their history: SELECT relation, history FROM stint.captures shows which keeps longest; stint.set_history changes it. SELECT * FROM stint.expire_changes() lets go now.',
+           NULL
+      FROM stint.captures c, server s
+     WHERE EXISTS (SELECT FROM stint.ticks t WHERE t.at < s.now - c.history * 1.25 - s.patience AND NOT t.expired AND c.relation = ANY (t.relations))
+    UNION ALL
+    SELECT 129, 'watches can make their tasks', count(p.problem) = 0,
+           coalesce(string_agg(format('%I: %s', p.watch, p.problem), '; ' ORDER BY p.watch), 'each has its table and its queue, and its last task was made'),
+           'Make the queue or raise the limit it names, or drop the watch and declare it anew; stint.watch_history shows what was missed.', NULL
+      FROM (SELECT w.watch,
+                   CASE WHEN NOT EXISTS (SELECT FROM pg_class t WHERE t.oid = w.relation) THEN 'its table is gone'
+                        WHEN NOT EXISTS (SELECT FROM stint.queue_config q WHERE q.queue = w.into_queue) THEN format('queue %I is gone', w.into_queue)
+                        WHEN l.error IS NOT NULL THEN format('%s, at %s', l.error, l.fired_at::timestamptz(0)) END AS problem
+              FROM stint.watch_config w
+              LEFT JOIN LATERAL (SELECT g.error, g.fired_at FROM stint.watch_log g WHERE g.watch = w.watch ORDER BY g.seq DESC LIMIT 1) l ON true) p
+     WHERE p.problem IS NOT NULL
     UNION ALL
     SELECT 130, 'autovacuum is on', current_setting('autovacuum')::boolean AND current_setting('track_counts')::boolean,
            format('autovacuum = %s, track_counts = %s', current_setting('autovacuum'), current_setting('track_counts')),
@@ -2744,6 +3536,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* <begin connected objects> */
 -- src/queue/alter.rs
 -- pg_stint::queue::alter::alter_queue
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/state/alter.rs
+-- pg_stint::state::alter::alter_state
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -2838,6 +3636,18 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/record/lookup.rs
+-- pg_stint::record::lookup::create_lookup
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/record/projection.rs
+-- pg_stint::record::projection::create_projection
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/queue/create.rs
 -- pg_stint::queue::create::create_queue
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -2856,8 +3666,20 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/watch/declare.rs
+-- pg_stint::watch::declare::create_watch
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/accounting/dashboard.rs
 -- pg_stint::accounting::dashboard::dashboard
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/snapshot/diff.rs
+-- pg_stint::snapshot::diff::diff
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -2870,6 +3692,18 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* <begin connected objects> */
 -- src/changelog/consumer.rs
 -- pg_stint::changelog::consumer::drop_consumer
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/record/lookup.rs
+-- pg_stint::record::lookup::drop_lookup
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/record/projection.rs
+-- pg_stint::record::projection::drop_projection
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -2898,6 +3732,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/watch/declare.rs
+-- pg_stint::watch::declare::drop_watch
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/queue/event.rs
 -- pg_stint::queue::event::emit
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -2922,14 +3762,38 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/record/feed.rs
+-- pg_stint::record::feed::events_after
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/changelog/retention.rs
+-- pg_stint::changelog::retention::expire_changes
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/queue/keys.rs
 -- pg_stint::queue::keys::expire_keys
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/record/expire.rs
+-- pg_stint::record::expire::expire_record
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/queue/explain.rs
 -- pg_stint::queue::explain::explain
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/changelog/export.rs
+-- pg_stint::changelog::export::export_changes
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -2972,12 +3836,6 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* <begin connected objects> */
 -- src/history/mod.rs
 -- pg_stint::history::history_partition
--- Skipped due to `#[pgrx(sql = false)]`
-/* </end connected objects> */
-
-/* <begin connected objects> */
--- src/snapshot/as_of.rs
--- pg_stint::snapshot::as_of::images_after
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -3042,6 +3900,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/watch/declare.rs
+-- pg_stint::watch::declare::pause_watch
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/snapshot/pin.rs
 -- pg_stint::snapshot::pin::pin
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -3056,6 +3920,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* <begin connected objects> */
 -- src/queue/advice.rs
 -- pg_stint::queue::advice::prediction_advice
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/record/project.rs
+-- pg_stint::record::project::project_now
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -3078,6 +3948,24 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/record/rebuild.rs
+-- pg_stint::record::rebuild::rebuild
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/record/append.rs
+-- pg_stint::record::append::record
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/record/append.rs
+-- pg_stint::record::append::record_many
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/accounting/bill.rs
 -- pg_stint::accounting::bill::record_usage
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -3096,8 +3984,20 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/snapshot/tag.rs
+-- pg_stint::snapshot::tag::release_hold
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/queue/reprioritize.rs
 -- pg_stint::queue::reprioritize::reprioritize
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/record/freshness.rs
+-- pg_stint::record::freshness::require_fresh
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -3126,6 +4026,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/watch/declare.rs
+-- pg_stint::watch::declare::resume_watch
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/queue/retry.rs
 -- pg_stint::queue::retry::retry
 -- Skipped due to `#[pgrx(sql = false)]`
@@ -3144,8 +4050,20 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/state/history.rs
+-- pg_stint::state::history::set_history
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/queue/shares.rs
 -- pg_stint::queue::shares::set_weight
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/record/projection.rs
+-- pg_stint::record::projection::skip_event
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
@@ -3210,8 +4128,20 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
+-- src/watch/log.rs
+-- pg_stint::watch::log::trim_watches
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
 -- src/accounting/usage.rs
 -- pg_stint::accounting::usage::usage_by
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/record/rebuild.rs
+-- pg_stint::record::rebuild::verify
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
