@@ -124,7 +124,7 @@ mod tests {
         let tag = Point { epoch: 2, seen: Snapshot::parse("100:110:105").unwrap(), settled: None, bound: 0, high: 50 };
         assert!(!tag.precedes(1, 999, 60) && !tag.precedes(2, 104, 60));
         assert!(tag.precedes(2, 105, 1) && tag.precedes(2, 110, 1) && tag.precedes(3, 1, 1));
-        let position = Point { settled: Snapshot::parse("100:103:").into(), bound: 40, ..tag };
+        let position = Point { settled: Snapshot::parse("100:103:"), bound: 40, ..tag };
         assert!(!position.precedes(2, 102, 41), "of an earlier tick");
         assert!(!position.precedes(2, 104, 40) && position.precedes(2, 104, 41), "of the tick the position lies in");
         assert!(position.precedes(2, 110, 1));
