@@ -1,14 +1,12 @@
-"""The changelogs of Apache Paimon's cases: one transaction for each of their batches, whose rows go in one by one or in calls of one kind."""
+"""The changelogs of Apache Paimon's cases: one transaction for each of their batches, however it is cut into calls."""
 
 import itertools
 import json
 
 import pytest
-from test_state_merge import CASES, KINDS, calls, declare, merge
+from test_paimon_cases import CASES, batch, declare
 
-# Engines that these cases can be declared with.
-ENGINES = ("deduplicate", "partial-update")
-WITH_CHANGELOG = [name for name, case in CASES.items() if "expected_changelog" in case and case["engine"] in ENGINES]
+WITH_CHANGELOG = [name for name, case in CASES.items() if "expected_changelog" in case]
 
 
 def expected(case):
@@ -17,11 +15,11 @@ def expected(case):
 
 
 def one_by_one(events):
-    return [(KINDS[event["kind"]], [event["row"]]) for event in events]
+    return [[event] for event in events]
 
 
 def together(events):
-    return calls(events, ())
+    return [events]
 
 
 @pytest.mark.parametrize("reader", ["changes", "poll"])
@@ -36,10 +34,10 @@ def test_a_paimon_case_gives_its_changelog_however_its_transactions_are_cut(conn
         "poll": "SELECT kind, before, after FROM stint.poll('c', greatest(%s, 100))",
     }[reader]
     position = 0
-    for batch, events in itertools.groupby(case["inputs"], key=lambda event: event["batch"]):
+    for number, events in itertools.groupby(case["inputs"], key=lambda event: event["batch"]):
         with conn.transaction():
-            for kind, rows in how(list(events)):
-                merge(conn, "cases", [dict(zip(names, row)) for row in rows], kind)
+            for rows in how(list(events)):
+                conn.execute("SELECT * FROM stint.merge('cases', %s)", (json.dumps(batch(names, rows)),))
         end = conn.execute("SELECT stint.tick()").fetchone()[0]
         with conn.transaction():
             found = conn.execute(read, (position,)).fetchall()
@@ -48,8 +46,8 @@ def test_a_paimon_case_gives_its_changelog_however_its_transactions_are_cut(conn
         got = [(kind, [(before if kind in ("-U", "-D") else after)[column] for column in names]) for kind, before, after in found]
         # Paimon orders the keys of one file, not those of a batch.
         per_key = lambda rows: sorted(rows, key=lambda row: json.dumps([row[1][names.index(column)] for column in case["key"]]))  # noqa: E731
-        assert per_key(got) == per_key([(change["kind"], change["row"]) for change in expected(case) if change["batch"] == batch]), batch
+        assert per_key(got) == per_key([(change["kind"], change["row"]) for change in expected(case) if change["batch"] == number]), number
 
 
-def test_cases_with_a_changelog_are_there():
-    assert {"DD-02", "DD-03", "PU-10", "PU-11"} <= set(WITH_CHANGELOG)
+def test_every_changelog_of_the_cases_is_compared():
+    assert {"AG-05", "AG-06", "FR-01", "DD-02", "DD-03", "PU-10", "PU-11"} == set(WITH_CHANGELOG)
