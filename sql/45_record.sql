@@ -154,7 +154,7 @@ SELECT pg_catalog.pg_extension_config_dump('stint.projection_positions', '');
 CREATE TABLE stint.events_aside (
     relation regclass NOT NULL,
     seq      bigint NOT NULL,
-    state    text NOT NULL CHECK (state IN ('poisoned', 'skipped')),
+    state    text NOT NULL,
     sqlstate text NOT NULL,
     reason   text NOT NULL,
     at       timestamptz NOT NULL DEFAULT clock_timestamp(),

@@ -62,7 +62,7 @@ CREATE TABLE stint.change_log (
     seq      bigint NOT NULL,
     at       timestamptz NOT NULL,
     layout   integer NOT NULL,
-    kind     "char" NOT NULL CHECK (kind IN ('I', 'U', 'D')),
+    kind     "char" NOT NULL,
     key      text COLLATE "C" NOT NULL,
     before   text[],
     after    text[],

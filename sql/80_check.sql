@@ -138,6 +138,13 @@ AS $$
     FROM stint.captures c
     WHERE EXISTS (SELECT FROM pg_class t WHERE t.oid = c.relation) AND NOT EXISTS (SELECT FROM pg_class t WHERE t.oid = c.gone_keys)
     UNION ALL
+    SELECT 'a change is of a known kind and has the images of its kind', NULL, NULL, l.relation::text || ', change ' || l.seq
+    FROM stint.change_log l
+    WHERE l.kind NOT IN ('I', 'U', 'D') OR (l.before IS NULL) <> (l.kind = 'I') OR (l.after IS NULL) <> (l.kind = 'D')
+    UNION ALL
+    SELECT 'an event is aside as poisoned or skipped', NULL, NULL, a.relation::text || ', event ' || a.seq || ': ' || a.state
+    FROM stint.events_aside a WHERE a.state NOT IN ('poisoned', 'skipped')
+    UNION ALL
     SELECT 'an image is kept for some tag, and belongs to a table with a changelog', NULL, NULL, k.relation::text || ', key ' || k.key
     FROM (SELECT i.relation, i.key, i.epoch, i.xid, lag(i.epoch) OVER w AS previous_epoch, lag(i.xid) OVER w AS previous
           FROM stint.kept_images i WINDOW w AS (PARTITION BY i.relation, i.key ORDER BY i.epoch, i.seq)) k
