@@ -138,6 +138,11 @@ AS $$
     FROM stint.captures c
     WHERE EXISTS (SELECT FROM pg_class t WHERE t.oid = c.relation) AND NOT EXISTS (SELECT FROM pg_class t WHERE t.oid = c.gone_keys)
     UNION ALL
+    SELECT 'the columns of a table with a changelog are known', NULL, NULL, format('%s, column "%s"', coalesce(a.relation, k.relation), coalesce(a.attname, k.name))
+    FROM (SELECT c.relation, a.attname FROM stint.captures c JOIN pg_attribute a ON a.attrelid = c.relation AND a.attnum > 0 AND NOT a.attisdropped) a
+    FULL JOIN stint.captured_columns k ON k.relation = a.relation AND k.name = a.attname
+    WHERE k.relation IS NULL OR a.relation IS NULL
+    UNION ALL
     SELECT 'a change is of a known kind and has the images of its kind', NULL, NULL, l.relation::text || ', change ' || l.seq
     FROM stint.change_log l
     WHERE l.kind NOT IN ('I', 'U', 'D') OR (l.before IS NULL) <> (l.kind = 'I') OR (l.after IS NULL) <> (l.kind = 'D')
