@@ -138,6 +138,21 @@ AS $$
     FROM stint.captures c
     WHERE EXISTS (SELECT FROM pg_class t WHERE t.oid = c.relation) AND NOT EXISTS (SELECT FROM pg_class t WHERE t.oid = c.gone_keys)
     UNION ALL
+    SELECT 'what is kept of a state table goes with it', NULL, NULL, x.what || ' of ' || x.relation
+    FROM (SELECT s.relation, 'declaration' AS what FROM stint.state_config s
+          UNION ALL SELECT c.relation, 'capture' FROM stint.captures c
+          UNION ALL SELECT p.relation, 'projection "' || p.name || '"' FROM stint.projection_config p
+          UNION ALL SELECT l.relation, 'lookup "' || l.name || '"' FROM stint.lookup_config l
+          UNION ALL SELECT w.relation, 'watch "' || w.watch || '"' FROM stint.watch_config w
+          UNION SELECT b.relation, 'base images' FROM stint.base_images b
+          UNION SELECT k.relation, 'kept images' FROM stint.kept_images k) x
+    WHERE NOT EXISTS (SELECT FROM pg_class t WHERE t.oid = x.relation)
+    UNION ALL
+    SELECT 'a table of deleted keys belongs to a table with a changelog', NULL, NULL, t.oid::regclass::text
+    FROM pg_class t
+    WHERE t.relnamespace = 'stint'::regnamespace AND t.relkind = 'r' AND t.relname ~ '^gone_keys_[0-9]+$'
+      AND NOT EXISTS (SELECT FROM stint.captures c WHERE c.gone_keys = t.oid)
+    UNION ALL
     SELECT 'the columns of a table with a changelog are known', NULL, NULL, format('%s, column "%s"', coalesce(a.relation, k.relation), coalesce(a.attname, k.name))
     FROM (SELECT c.relation, a.attname FROM stint.captures c JOIN pg_attribute a ON a.attrelid = c.relation AND a.attnum > 0 AND NOT a.attisdropped) a
     FULL JOIN stint.captured_columns k ON k.relation = a.relation AND k.name = a.attname

@@ -143,6 +143,7 @@ NOT_WALKED = {
     "looked_up": "takes what a lookup found",
     "placed": "a trigger function",
     "follow_ddl": "an event trigger function",
+    "follow_drop": "an event trigger function",
     "image": "takes any number of values of any type",
 }
 
