@@ -392,5 +392,5 @@ def test_rules_that_no_constraint_holds_are_checked(conn):
     conn.execute("INSERT INTO stint.projection_config (name, relation, types, columns, kind, freshness, on_error) VALUES ('p', 'goods', '{t}', '{}', 'upsert', '0', 'refuse')")
     conn.execute("INSERT INTO stint.events_aside (relation, seq, state, sqlstate, reason) VALUES ('goods', 7, 'odd', '22023', 'why')")
     kind, aside = "a change is of a known kind and has the images of its kind", "an event is aside as poisoned or skipped"
-    assert sorted(conn.execute(found).fetchall()) == [(kind, "goods, change 2"), (kind, "goods, change 3"), (aside, "goods, event 7: odd")]
+    assert sorted(conn.execute(found).fetchall()) == [(kind, "public.goods, change 2"), (kind, "public.goods, change 3"), (aside, "public.goods, event 7: odd")]
     conn.execute("ROLLBACK")
