@@ -154,7 +154,7 @@ SELECT pg_catalog.pg_extension_config_dump('stint.projection_positions', '');
 CREATE TABLE stint.events_aside (
     relation regclass NOT NULL,
     seq      bigint NOT NULL,
-    state    text NOT NULL CHECK (state IN ('poisoned', 'skipped')),
+    state    text NOT NULL,
     sqlstate text NOT NULL,
     reason   text NOT NULL,
     at       timestamptz NOT NULL DEFAULT clock_timestamp(),
@@ -269,10 +269,28 @@ COMMENT ON COLUMN stint.base_images.rows IS 'an array of rows';
 REVOKE ALL ON stint.base_images FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.base_images', '');
 
-CREATE FUNCTION stint.expire_record(before timestamptz) RETURNS bigint
+CREATE FUNCTION stint.expire_record(before timestamptz, max bigint DEFAULT NULL) RETURNS bigint
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp SET intervalstyle = 'postgres' AS 'MODULE_PATHNAME', 'expire_record_wrapper';
-COMMENT ON FUNCTION stint.expire_record(timestamptz) IS
-'Removes the events that come before the first one recorded at or after a time, and returns how many. For each projected table what they amount to is stored first; rebuild and verify begin there.
+COMMENT ON FUNCTION stint.expire_record(timestamptz, bigint) IS
+'Removes the events that come before the first one recorded at or after a time, and returns how many; max: the most to remove at once, null all. For each projected table what they amount to is stored first; rebuild and verify begin there.
 Events stay that a table has not folded yet or that are poisoned, and all after them. An id that was removed can be recorded anew.
-Errors: 22004, 25001 in a transaction that has written something or runs under REPEATABLE READ or SERIALIZABLE. Locks: the fold of each projected table until the transaction ends; recorders do not wait.';
-REVOKE ALL ON FUNCTION stint.expire_record(timestamptz) FROM PUBLIC;
+The worker calls it where stint.set_record_retention says how long events are kept.
+Errors: 22004, 22023, 25001 in a transaction that has written something or runs under REPEATABLE READ or SERIALIZABLE. Locks: the fold of each projected table until the transaction ends; recorders do not wait.';
+REVOKE ALL ON FUNCTION stint.expire_record(timestamptz, bigint) FROM PUBLIC;
+
+CREATE TABLE stint.record_retention (
+    one  boolean PRIMARY KEY DEFAULT true CHECK (one),
+    keep interval NOT NULL
+);
+COMMENT ON TABLE stint.record_retention IS 'At most one row: how long events are kept; no row: for ever';
+COMMENT ON COLUMN stint.record_retention.keep IS 'since they were recorded';
+REVOKE ALL ON stint.record_retention FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.record_retention', '');
+
+CREATE FUNCTION stint.set_record_retention(keep interval) RETURNS void
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'set_record_retention_wrapper';
+COMMENT ON FUNCTION stint.set_record_retention(interval) IS
+'Says how long events are kept after they were recorded; stint.record_retention shows it. keep: null for ever, which is the default. From then on the worker lets older ones go as stint.expire_record
+does: up to 100,000 at once, when the oldest is older by an eighth than it need be, so that what tables amounted to is not stored anew for every few events.
+One for all types: what a table amounts to up to a point is made of all of its types. Errors: 22023 not positive. Locks: the setting''s row.';
+REVOKE ALL ON FUNCTION stint.set_record_retention(interval) FROM PUBLIC;

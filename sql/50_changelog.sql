@@ -50,6 +50,22 @@ REVOKE ALL ON stint.image_layouts FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.image_layouts', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.image_layouts_layout_seq', '');
 
+CREATE TABLE stint.captured_columns (
+    relation regclass NOT NULL,
+    name     name NOT NULL,
+    attnum   smallint NOT NULL,
+    epoch    integer NOT NULL,
+    xid      xid8 NOT NULL,
+    seq      bigint NOT NULL,
+    PRIMARY KEY (relation, name)
+);
+COMMENT ON TABLE stint.captured_columns IS 'The columns of captured tables, and the change that each came with: reads as of earlier points show null in it, and not the default that PostgreSQL filled in';
+COMMENT ON COLUMN stint.captured_columns.attnum IS 'its number, by which a rename is noticed; in a restored database that of the original until stint.activate()';
+COMMENT ON COLUMN stint.captured_columns.xid IS 'the transaction that declared the state table or added the column';
+COMMENT ON COLUMN stint.captured_columns.seq IS 'drawn from the same sequence as those of changes; 0 for columns that the table was declared with';
+REVOKE ALL ON stint.captured_columns FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.captured_columns', '');
+
 -- One sequence for all tables, never cached: a change draws its number while it holds its row locks, so per key the numbers rise in commit order.
 CREATE SEQUENCE stint.change_seq CACHE 1;
 REVOKE ALL ON SEQUENCE stint.change_seq FROM PUBLIC;
@@ -62,7 +78,7 @@ CREATE TABLE stint.change_log (
     seq      bigint NOT NULL,
     at       timestamptz NOT NULL,
     layout   integer NOT NULL,
-    kind     "char" NOT NULL CHECK (kind IN ('I', 'U', 'D')),
+    kind     "char" NOT NULL,
     key      text COLLATE "C" NOT NULL,
     before   text[],
     after    text[],

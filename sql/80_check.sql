@@ -138,6 +138,33 @@ AS $$
     FROM stint.captures c
     WHERE EXISTS (SELECT FROM pg_class t WHERE t.oid = c.relation) AND NOT EXISTS (SELECT FROM pg_class t WHERE t.oid = c.gone_keys)
     UNION ALL
+    SELECT 'what is kept of a state table goes with it', NULL, NULL, x.what || ' of ' || x.relation
+    FROM (SELECT s.relation, 'declaration' AS what FROM stint.state_config s
+          UNION ALL SELECT c.relation, 'capture' FROM stint.captures c
+          UNION ALL SELECT p.relation, 'projection "' || p.name || '"' FROM stint.projection_config p
+          UNION ALL SELECT l.relation, 'lookup "' || l.name || '"' FROM stint.lookup_config l
+          UNION ALL SELECT w.relation, 'watch "' || w.watch || '"' FROM stint.watch_config w
+          UNION SELECT b.relation, 'base images' FROM stint.base_images b
+          UNION SELECT k.relation, 'kept images' FROM stint.kept_images k) x
+    WHERE NOT EXISTS (SELECT FROM pg_class t WHERE t.oid = x.relation)
+    UNION ALL
+    SELECT 'a table of deleted keys belongs to a table with a changelog', NULL, NULL, t.oid::regclass::text
+    FROM pg_class t
+    WHERE t.relnamespace = 'stint'::regnamespace AND t.relkind = 'r' AND t.relname ~ '^gone_keys_[0-9]+$'
+      AND NOT EXISTS (SELECT FROM stint.captures c WHERE c.gone_keys = t.oid)
+    UNION ALL
+    SELECT 'the columns of a table with a changelog are known', NULL, NULL, format('%s, column "%s"', coalesce(a.relation, k.relation), coalesce(a.attname, k.name))
+    FROM (SELECT c.relation, a.attname FROM stint.captures c JOIN pg_attribute a ON a.attrelid = c.relation AND a.attnum > 0 AND NOT a.attisdropped) a
+    FULL JOIN stint.captured_columns k ON k.relation = a.relation AND k.name = a.attname
+    WHERE k.relation IS NULL OR a.relation IS NULL
+    UNION ALL
+    SELECT 'a change is of a known kind and has the images of its kind', NULL, NULL, l.relation::text || ', change ' || l.seq
+    FROM stint.change_log l
+    WHERE l.kind NOT IN ('I', 'U', 'D') OR (l.before IS NULL) <> (l.kind = 'I') OR (l.after IS NULL) <> (l.kind = 'D')
+    UNION ALL
+    SELECT 'an event is aside as poisoned or skipped', NULL, NULL, a.relation::text || ', event ' || a.seq || ': ' || a.state
+    FROM stint.events_aside a WHERE a.state NOT IN ('poisoned', 'skipped')
+    UNION ALL
     SELECT 'an image is kept for some tag, and belongs to a table with a changelog', NULL, NULL, k.relation::text || ', key ' || k.key
     FROM (SELECT i.relation, i.key, i.epoch, i.xid, lag(i.epoch) OVER w AS previous_epoch, lag(i.xid) OVER w AS previous
           FROM stint.kept_images i WINDOW w AS (PARTITION BY i.relation, i.key ORDER BY i.epoch, i.seq)) k

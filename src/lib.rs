@@ -44,7 +44,8 @@ extension_sql_file!("../sql/50_changelog.sql", name = "changelog", requires = ["
 extension_sql_file!("../sql/52_task_events.sql", name = "task_events", requires = ["changelog"]);
 extension_sql_file!("../sql/55_snapshot.sql", name = "snapshot", requires = ["task_events"]);
 extension_sql_file!("../sql/57_watches.sql", name = "watches", requires = ["snapshot"]);
-extension_sql_file!("../sql/60_accounting.sql", name = "accounting", requires = ["watches"]);
+extension_sql_file!("../sql/58_dropped.sql", name = "dropped", requires = ["watches"]);
+extension_sql_file!("../sql/60_accounting.sql", name = "accounting", requires = ["dropped"]);
 extension_sql_file!("../sql/70_worker.sql", name = "worker", requires = ["accounting"]);
 extension_sql_file!("../sql/72_freshness.sql", name = "freshness", requires = ["worker"]);
 extension_sql_file!("../sql/75_history.sql", name = "history", requires = ["freshness"]);

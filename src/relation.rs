@@ -70,7 +70,23 @@ pub struct Relation {
     pub key: Vec<usize>,
 }
 
+/// Has callbacks called when a relation or a schema changes, for as long as the backend lives.
+pub fn on_change(relation: pg_sys::RelcacheCallbackFunction, schema: pg_sys::SyscacheCallbackFunction) {
+    // SAFETY: the functions have the callbacks' signatures and live as long as the library.
+    unsafe {
+        pg_sys::CacheRegisterRelcacheCallback(relation, pg_sys::Datum::from(0usize));
+        pg_sys::CacheRegisterSyscacheCallback(pg_sys::SysCacheIdentifier::NAMESPACEOID as i32, schema, pg_sys::Datum::from(0usize));
+    }
+}
+
 impl Relation {
+    /// Has another table, which this transaction made, dropped together with this one, which is locked.
+    pub fn takes_along(&self, other: pg_sys::Oid) {
+        let address = |oid: pg_sys::Oid| pg_sys::ObjectAddress { classId: pg_sys::RelationRelationId, objectId: oid, objectSubId: 0 };
+        // SAFETY: both objects exist and are locked by this transaction.
+        unsafe { pg_sys::recordDependencyOn(&address(other), &address(self.oid), pg_sys::DependencyType::DEPENDENCY_AUTO) };
+    }
+
     /// Reads the table from the catalogue; raises an error that says why it cannot hold state.
     pub fn load(session: &Session, oid: pg_sys::Oid) -> Relation {
         let (relation, refusal) = Self::read(session, oid);

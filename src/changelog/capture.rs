@@ -7,7 +7,7 @@
 use super::gone::Move;
 use super::images::{check_types, image_sql, key_sql};
 use super::shape::Shape;
-use super::{cause, epoch, gone, order, partitions, watched};
+use super::{cause, columns, epoch, gone, order, partitions, watched};
 use crate::errors::{self, Fault};
 use crate::relation::Relation;
 use crate::shmem::{self, Instance, bells};
@@ -76,6 +76,7 @@ pub fn install(session: &Session, relation: &Relation, history: Param) {
         create_triggers(session, &partition.name, true);
     }
     session.run(&DECLARE, &[arg(relation.oid), arg(epoch::required(session)), history]);
+    columns::declare(session, relation.oid);
     gone::create(session, relation);
 }
 
@@ -84,9 +85,15 @@ pub fn remove(session: &Session, relation: &Relation) {
     let _owner = Identity::owner();
     partitions::members(session, relation.oid, &relation.qualified).iter().for_each(|table| drop_triggers(session, table));
     gone::remove(session, relation.oid);
-    session.run(&FORGET_IMAGES, &[arg(relation.oid)]);
-    session.run(&FORGET, &[arg(relation.oid)]);
-    watched::forget(session, relation.oid);
+    forget(session, relation.oid);
+}
+
+/// Forgets what was noted of a table that is captured no longer, or is gone.
+pub fn forget(session: &Session, relation: pg_sys::Oid) {
+    session.run(&FORGET_IMAGES, &[arg(relation)]);
+    session.run(&FORGET, &[arg(relation)]);
+    columns::forget(session, relation);
+    watched::forget(session, relation);
 }
 
 /// Makes a table's capture triggers; those of a partition say that what they tell belongs to its root.

@@ -1,7 +1,7 @@
 //! Epochs: transaction ids, leases and schedules mean something in the database they were given out in. A restored or cloned database has those of another one,
 //! so nothing is claimed, swept, fired, captured, ticked or pinned there until `stint.activate()` closes that epoch and opens its own; what there is stays readable.
 
-use super::feed;
+use super::{columns, feed};
 use crate::accounting::roll_up;
 use crate::errors::Fault;
 use crate::input;
@@ -112,7 +112,9 @@ fn activate(keep_leases: Option<bool>) -> i32 {
                 }
                 heads::rescan(Instance::here(), true);
                 config::changed();
-                session.run(&OPEN_NEXT, &here()).must(0, 1)
+                let epoch = session.run(&OPEN_NEXT, &here()).must(0, 1);
+                columns::renumber(session, epoch);
+                epoch
             }
             _ => required(session),
         }

@@ -53,10 +53,7 @@ pub fn create(session: &Session, relation: &Relation) {
         format!("Keys of the deleted rows of {}, for its as-of function. Written by its capture triggers.", relation.qualified).replace('\'', "''")
     ));
     let table: pg_sys::Oid = session.run(&SET, &[arg(relation.oid), arg(name)]).must(0, 1);
-    let address = |oid: pg_sys::Oid| pg_sys::ObjectAddress { classId: pg_sys::RelationRelationId, objectId: oid, objectSubId: 0 };
-    let (dependent, on) = (address(table), address(relation.oid));
-    // SAFETY: both objects exist and are locked by this transaction.
-    unsafe { pg_sys::recordDependencyOn(&dependent, &on, pg_sys::DependencyType::DEPENDENCY_AUTO) };
+    relation.takes_along(table);
     grant(session, relation.oid);
 }
 

@@ -199,6 +199,24 @@ impl RowReader {
             pg_sys::HeapTupleHeaderGetDatum((*tuple).t_data)
         }
     }
+
+    /// A row of the table with null in these places of its columns, in the current memory context.
+    pub fn without(&self, row: pg_sys::Datum, places: &[usize]) -> pg_sys::Datum {
+        let mut values = vec![pg_sys::Datum::from(0usize); self.types.len()];
+        let mut nulls = vec![true; self.types.len()];
+        let mut replaced: Vec<bool> = (0..self.types.len()).map(|place| places.contains(&place)).collect();
+        // SAFETY: a composite datum of the descriptor's type; values, nulls and marks are as many as it has columns.
+        unsafe {
+            let header = pg_sys::pg_detoast_datum(row.cast_mut_ptr()).cast::<pg_sys::HeapTupleHeaderData>();
+            let mut tuple = pg_sys::HeapTupleData {
+                t_len: u32::try_from(pgrx::varsize_any(header.cast())).unwrap_or(0),
+                t_data: header,
+                ..pg_sys::HeapTupleData::default()
+            };
+            let tuple = pg_sys::heap_modify_tuple(&mut tuple, self.row, values.as_mut_ptr(), nulls.as_mut_ptr(), replaced.as_mut_ptr());
+            pg_sys::HeapTupleHeaderGetDatum((*tuple).t_data)
+        }
+    }
 }
 
 fn owner_of(relation: pg_sys::Oid) -> pg_sys::Oid {

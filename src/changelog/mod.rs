@@ -6,6 +6,7 @@
 
 pub mod capture;
 pub mod cause;
+pub mod columns;
 pub mod consumer;
 pub mod documents;
 pub mod epoch;

@@ -242,11 +242,11 @@ fn forget_keys(session: &Session, keys: Vec<(pg_sys::Oid, String)>) {
 static POSITIVE: Statement = Statement::new(c"SELECT $1 > interval '0'", &[pg_sys::INTERVALOID]);
 
 /// A history as the arguments give it: positive, or null for ever.
-pub fn checked_history(session: &Session, history: Option<RawInterval>) -> Option<RawInterval> {
-    if let Some(history) = history
-        && !session.run(&POSITIVE, &[arg(history)]).must::<bool>(0, 1)
+pub fn positive(session: &Session, argument: &str, keep: Option<RawInterval>) -> Option<RawInterval> {
+    if let Some(keep) = keep
+        && !session.run(&POSITIVE, &[arg(keep)]).must::<bool>(0, 1)
     {
-        errors::invalid("argument \"history\" is not positive", "Give how long changes are to be kept, such as '30 days', or null for ever.")
+        errors::invalid(format!("argument \"{argument}\" is not positive"), "Give for how long to keep it, such as '30 days', or null for ever.")
     }
-    history
+    keep
 }

@@ -1,5 +1,6 @@
 //! Which tables have watches, and which of them the transaction has changed: all that capturing knows of watches. What becomes of it at commit is in `crate::watch`.
 
+use crate::relation;
 use crate::spi::{Session, Statement, arg};
 use crate::xact::Pending;
 use pgrx::prelude::*;
@@ -71,11 +72,7 @@ fn listen() {
     if LISTENING.get() {
         return;
     }
-    // SAFETY: the functions have the callbacks' signatures and live as long as the library.
-    unsafe {
-        pg_sys::CacheRegisterRelcacheCallback(Some(relation_changed), pg_sys::Datum::from(0usize));
-        pg_sys::CacheRegisterSyscacheCallback(pg_sys::SysCacheIdentifier::NAMESPACEOID as i32, Some(schema_changed), pg_sys::Datum::from(0usize));
-    }
+    relation::on_change(Some(relation_changed), Some(schema_changed));
     LISTENING.set(true);
 }
 

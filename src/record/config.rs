@@ -10,6 +10,7 @@ use pgrx::prelude::*;
 use std::cell::{OnceCell, RefCell};
 use std::collections::HashMap;
 use std::rc::Rc;
+use stint_core::names::nearest;
 use stint_core::record::compile::{self, Key, Projection};
 use stint_core::record::map::{self, FIELDS, Source};
 use stint_core::state::compile::{KINDS, Kind};
@@ -203,6 +204,12 @@ pub fn kind_of(number: i32) -> Kind {
         Some(kind) => *kind,
         None => errors::internal("a batch names a kind that does not exist"),
     }
+}
+
+/// There is no projection or lookup of this name; `known`: the names of those there are.
+pub fn unknown(kind: &str, name: &str, known: &Rows, hint: &str) -> ! {
+    let known: Vec<String> = (0..known.len()).map(|row| known.must(row, 1)).collect();
+    errors::unknown(kind, name, nearest(name, known.iter().map(String::as_str)), hint)
 }
 
 /// Raises a refusal of the core.

@@ -4,7 +4,7 @@
 //! one must be able to read the table.
 
 use super::append::log;
-use super::config::{Lazy, raise};
+use super::config::{self, Lazy, raise};
 use crate::changelog::capture;
 use crate::errors;
 use crate::relation::Relation;
@@ -203,9 +203,7 @@ fn drop_lookup(name: Option<&str>) {
         hold_record();
         let found = session.run_latest(&FIND, &[arg(name)]);
         if found.is_empty() {
-            let known = session.run(&NAMES, &[]);
-            let known: Vec<String> = (0..known.len()).map(|row| known.must(row, 1)).collect();
-            errors::unknown("lookup", name, nearest(name, known.iter().map(String::as_str)), "stint.lookups lists those there are.");
+            config::unknown("lookup", name, &session.run(&NAMES, &[]), "stint.lookups lists those there are.");
         }
         if found.must::<bool>(0, 2) {
             let relation = Relation::load_unfit(session, found.must(0, 1));

@@ -14,4 +14,5 @@ pub mod position;
 pub mod project;
 pub mod projection;
 pub mod rebuild;
+pub mod retention;
 pub mod shadow;

@@ -34,9 +34,7 @@ static DELETE: Statement = Statement::new(c"DELETE FROM stint.projection_config 
 static FORGET_POSITIONS: Statement = Statement::new(c"DELETE FROM stint.projection_positions p WHERE p.relation = $1", &[pg_sys::OIDOID]);
 static FORGET_ASIDE: Statement = Statement::new(c"DELETE FROM stint.events_aside a WHERE a.relation = $1", &[pg_sys::OIDOID]);
 static FORGET_BASE: Statement = Statement::new(c"DELETE FROM stint.base_images b WHERE b.relation = $1", &[pg_sys::OIDOID]);
-// A table dropped without ceremony leaves its projections behind; its oid may come back.
-static FORGET_DROPPED: Statement =
-    Statement::new(c"DELETE FROM stint.projection_config c WHERE NOT EXISTS (SELECT FROM pg_class t WHERE t.oid = c.relation)", &[]);
+static FORGET_ALL: Statement = Statement::new(c"DELETE FROM stint.projection_config c WHERE c.relation = $1", &[pg_sys::OIDOID]);
 static RECORDED: Statement =
     Statement::new(c"SELECT EXISTS (SELECT FROM unnest($1) t (type) JOIN stint.event_log l ON l.type = t.type)", &[pg_sys::TEXTARRAYOID]);
 static SKIP: Statement =
@@ -158,7 +156,6 @@ fn create_projection(
         }
         check_kind(&plans, kind);
         let anew = check_feeds(session, relation, freshness, replace);
-        session.run(&FORGET_DROPPED, &[]);
         let declared = [arg(name), arg(oid), arg(types.clone()), arg(columns), arg(kind), arg(freshness), arg(on_error)];
         if session.run(&INSERT, &declared).is_empty() {
             errors::exists("projection", name, "Drop it first with stint.drop_projection(…), or choose another name.");
@@ -182,9 +179,7 @@ fn drop_projection(name: Option<&str>) {
         hold_record();
         let found = session.run_latest(&FIND, &[arg(name)]);
         if found.is_empty() {
-            let known = session.run(&NAMES, &[]);
-            let known: Vec<String> = (0..known.len()).map(|row| known.must(row, 1)).collect();
-            errors::unknown("projection", name, nearest(name, known.iter().map(String::as_str)), "stint.projections lists those there are.");
+            config::unknown("projection", name, &session.run(&NAMES, &[]), "stint.projections lists those there are.");
         }
         let (oid, there, of_table): (pg_sys::Oid, bool, i64) = (found.must(0, 1), found.must(0, 2), found.must(0, 3));
         if there {
@@ -194,13 +189,18 @@ fn drop_projection(name: Option<&str>) {
         }
         session.run(&DELETE, &[arg(name)]);
         if of_table == 1 {
-            session.run(&FORGET_POSITIONS, &[arg(oid)]);
-            session.run(&FORGET_ASIDE, &[arg(oid)]);
-            session.run(&FORGET_BASE, &[arg(oid)]);
+            forget(session, oid);
         }
         // SAFETY: as in create_projection.
         unsafe { pg_sys::CacheInvalidateRelcacheByRelid(oid) };
     });
+}
+
+/// Forgets what is left of projections of a table that has none any more, or is gone.
+pub fn forget(session: &Session, relation: pg_sys::Oid) {
+    for statement in [&FORGET_ALL, &FORGET_POSITIONS, &FORGET_ASIDE, &FORGET_BASE] {
+        session.run(statement, &[arg(relation)]);
+    }
 }
 
 #[pg_extern(sql = false)]

@@ -6,9 +6,9 @@
 //! The two parts are of one table each and without conditions of their own, since only such parts of a UNION ALL take part in the planning of the whole query.
 //! The columns are spelled out; when the table is altered, the function is made anew.
 
-use crate::changelog::gone;
 use crate::changelog::images::key_sql;
 use crate::changelog::reader::quote;
+use crate::changelog::{columns, gone};
 use crate::errors::{self, Fault};
 use crate::relation::Relation;
 use crate::spi::{Identity, Session, Statement, arg, connect};
@@ -26,6 +26,13 @@ static CAPTURED: Statement = Statement::new(
     c"SELECT c.relation::oid FROM stint.captures c
       WHERE EXISTS (SELECT FROM pg_index i WHERE i.indrelid = c.relation AND i.indisprimary) AND EXISTS (SELECT FROM pg_class t WHERE t.oid = c.gone_keys)
       ORDER BY 1",
+    &[],
+);
+/// Whether a command altered relations only, none of which is captured: such as the worker, which adds partitions to tables of its own. Of a GRANT and of a
+/// dropped type PostgreSQL tells no relation.
+static ELSEWHERE: Statement = Statement::new(
+    c"SELECT coalesce(bool_and(d.classid = 'pg_class'::regclass AND NOT EXISTS (SELECT FROM stint.captures c WHERE c.relation = d.objid)), false)
+      FROM pg_event_trigger_ddl_commands() d",
     &[],
 );
 /// The columns of the table of deleted keys, the key's text not counted.
@@ -83,7 +90,7 @@ fn body(session: &Session, relation: &Relation) -> Option<String> {
     Some(format!(
         "
     SELECT {columns}
-    FROM (SELECT stint.row_as_of(l, {key}, $1, $2, $3) AS r, {live} FROM {table} l
+    FROM (SELECT stint.row_as_of(l.*, {key}, $1, $2, $3) AS r, {live} FROM {table} l
           UNION ALL
           SELECT stint.row_as_of(NULL::{table}, g.key, $1, $2, $3), {dead} FROM {keys_name} g) x
     WHERE (x.r).{present} IS NOT NULL AND stint.point_is_kept(NULL::{table}, $1, $2, $3)
@@ -160,7 +167,7 @@ pub extern "C" fn pg_finfo_follow_ddl_wrapper() -> &'static pg_sys::Pg_finfo_rec
     &CALLED_BY_V1
 }
 
-/// `stint.follow_ddl()`, the event trigger: as-of functions follow their tables' columns, and the tables of deleted keys their tables' grants.
+/// `stint.follow_ddl()`, the event trigger: what is known of captured tables' columns and their as-of functions follow them, and the tables of deleted keys their tables' grants.
 ///
 /// # Safety
 /// Called by PostgreSQL only.
@@ -171,6 +178,10 @@ pub unsafe extern "C-unwind" fn follow_ddl_wrapper(_fcinfo: pg_sys::FunctionCall
         let _at_work = AtWork;
         let _owner = Identity::owner();
         connect(|session| {
+            if session.run(&ELSEWHERE, &[]).get(0, 1) == Some(true) {
+                return;
+            }
+            columns::follow(session);
             let tables = session.run(&CAPTURED, &[]);
             for row in 0..tables.len() {
                 refresh(session, tables.must(row, 1));

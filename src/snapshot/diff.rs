@@ -4,7 +4,7 @@
 
 use super::layout::{Image, Layouts};
 use super::point::{self, Name};
-use super::probe::Probe;
+use super::probe::{Change, Probe};
 use crate::changelog::images::{image_sql, key_sql};
 use crate::changelog::shape::Shape;
 use crate::changelog::{capture, documents};
@@ -27,7 +27,7 @@ static KEYS: Statement = Statement::new(
 
 /// What the changelog says the row of a key is now.
 static LAST: Statement = Statement::new(
-    c"SELECT l.after, l.layout, l.epoch FROM stint.change_log l
+    c"SELECT l.after, l.layout, l.epoch, l.seq FROM stint.change_log l
       WHERE l.relation = $1 AND hashtextextended(l.key, 0) = hashtextextended($2 COLLATE \"C\", 0) AND l.key = $2
       ORDER BY l.epoch DESC, l.seq DESC LIMIT 1",
     &[pg_sys::OIDOID, pg_sys::TEXTOID],
@@ -83,10 +83,15 @@ fn rows(session: &Session, relation: pg_sys::Oid, table: &str, since: Point, unt
     let mut found = Vec::new();
     for key in keys {
         // A key without a change after the earlier point is the same at both.
-        let Some(before) = then.before(session, &key) else { continue };
-        let after = match later.as_mut().and_then(|later| later.before(session, &key)) {
-            Some(after) => after,
+        let Some(Change { number, before }) = then.first_change(session, &key) else { continue };
+        let after = match later.as_mut() {
             None => live.image(session, &key),
+            Some(later) => match later.first_change(session, &key) {
+                // So is one that first changed after both.
+                Some(change) if change.number == number => continue,
+                Some(change) => change.before,
+                None => live.image(session, &key).map(|image| later.without_absent(image)),
+            },
         };
         if before == after {
             continue;
@@ -132,10 +137,11 @@ impl Live {
 
     fn image(&mut self, session: &Session, key: &str) -> Option<Image> {
         let last = session.read(&LAST, &[arg(self.relation), arg(key)]);
-        if !last.is_empty() {
+        // PostgreSQL filled columns that came after the change with their defaults.
+        if !last.is_empty() && !self.layouts.came_after(last.must(0, 3), last.must(0, 4)) {
             return last.get(0, 1).map(|image| self.layouts.today(session, image, last.must(0, 2), last.must(0, 3)));
         }
-        // The changes that made the row are gone; only what was kept for tags tells that there were some. Comparing keys and writing values as text runs no
+        // The changes that made the row may be gone, and only what was kept for tags tells that there were some. Comparing keys and writing values as text runs no
         // code of users.
         let found = session.read_prepared(&self.statement, &[arg(key)]);
         if found.is_empty() { None } else { found.get(0, 1) }

@@ -82,11 +82,21 @@ impl Found {
     }
 }
 
+/// The first change of a key after a point.
+pub struct Change {
+    /// Its epoch and number.
+    pub number: (i32, i64),
+    /// The row before it, in today's order of columns and as it was at the point; `None` where it was not there.
+    pub before: Option<Image>,
+}
+
 /// Looks keys of one table up at one point, with the snapshot of the calling query.
 pub struct Probe {
     relation: pg_sys::Oid,
     point: Point,
     layouts: Layouts,
+    /// The places of the columns that were not there yet at the point.
+    absent: Vec<usize>,
     /// Whether images of the table were kept when changes went.
     kept: bool,
     /// Keys looked up so far, and how many of them make it worth while to read which keys changed at all.
@@ -99,18 +109,40 @@ impl Probe {
     /// For a table and a point of it.
     pub fn new(session: &Session, relation: pg_sys::Oid, point: Point) -> Self {
         let kept = session.read(&ANY_KEPT, &[arg(relation)]).must(0, 1);
-        Probe { relation, point, layouts: Layouts::new(session, relation), kept, asked: 0, next_look: 4096, changed: None }
+        let layouts = Layouts::new(session, relation);
+        let absent = layouts.absent_at(&point);
+        Probe { relation, point, layouts, absent, kept, asked: 0, next_look: 4096, changed: None }
     }
 
-    /// The row before the key's first change after the point, in today's order of columns, `Some(None)` where it was not there; `None` where it did not change.
-    pub fn before(&mut self, session: &Session, key: &str) -> Option<Option<Image>> {
+    /// The key's first change after the point; `None` where it did not change.
+    pub fn first_change(&mut self, session: &Session, key: &str) -> Option<Change> {
         if !self.may_have_changed(session, key) {
             return None;
         }
         // What was kept is older than what is still in the log.
         let kept = if self.kept { self.first(session, &KEPT_ABOVE, &KEPT_BELOW, key) } else { None };
         let found = kept.or_else(|| self.first(session, &LOG_ABOVE, &LOG_BELOW, key))?;
-        Some(found.rows.get(0, 5).map(|image| self.layouts.today(session, image, found.rows.must(0, 4), found.epoch)))
+        let image: Option<Image> = found.rows.get(0, 5);
+        let before = image.map(|image| {
+            let image = self.layouts.today(session, image, found.rows.must(0, 4), found.epoch);
+            self.without_absent(image)
+        });
+        Some(Change { number: (found.epoch, found.seq), before })
+    }
+
+    /// The places of the columns that were not there yet at the point.
+    pub fn absent(&self) -> &[usize] {
+        &self.absent
+    }
+
+    /// An image as it was at the point: null in columns that were not there yet.
+    pub fn without_absent(&self, mut image: Image) -> Image {
+        for place in &self.absent {
+            if let Some(value) = image.get_mut(*place) {
+                *value = None;
+            }
+        }
+        image
     }
 
     fn first(&self, session: &Session, above: &'static Statement, below: &'static Statement, key: &str) -> Option<Found> {

@@ -66,18 +66,22 @@ impl Reading {
         Reading { row_type, name, snapshot: active_snapshot(), probe: Probe::new(session, relation, point), reader, last: None }
     }
 
+    /// A row that has not changed since the point, with null in columns that were not there yet.
+    fn as_it_was(&self, row: pg_sys::Datum) -> pg_sys::Datum {
+        match self.probe.absent() {
+            [] => row,
+            absent => copy(&bytes(self.reader.without(row, absent))),
+        }
+    }
+
     fn find(&mut self, session: &Session, key: &str) {
         if self.last.as_ref().is_some_and(|(known, _)| known == key) {
             return;
         }
-        let row = match self.probe.before(session, key) {
+        let row = match self.probe.first_change(session, key).map(|change| change.before) {
             None => Row::Unchanged,
             Some(None) => Row::Absent,
-            Some(Some(image)) => {
-                let datum = self.reader.read(&image);
-                // SAFETY: a composite datum starts with its length.
-                Row::Was(unsafe { std::slice::from_raw_parts(datum.cast_mut_ptr::<u8>(), pgrx::varsize_any(datum.cast_mut_ptr())).to_vec() })
-            }
+            Some(Some(image)) => Row::Was(bytes(self.reader.read(&image))),
         };
         self.last = Some((key.to_string(), row));
     }
@@ -108,7 +112,7 @@ pub unsafe extern "C-unwind" fn row_as_of_wrapper(fcinfo: pg_sys::FunctionCallIn
             reading.find(session, &key);
             match &reading.last {
                 Some((_, Row::Was(bytes))) => Some(copy(bytes)),
-                Some((_, Row::Unchanged)) => live,
+                Some((_, Row::Unchanged)) => live.map(|row| reading.as_it_was(row)),
                 _ => None,
             }
         });
@@ -183,6 +187,12 @@ unsafe fn with_reading<T>(info: *mut pg_sys::FmgrInfo, name: Name, work: impl Fn
     });
     READINGS.with_borrow_mut(|all| all.insert(context as usize, readings));
     answer
+}
+
+/// The bytes of a composite datum.
+fn bytes(datum: pg_sys::Datum) -> Vec<u8> {
+    // SAFETY: it starts with its length.
+    unsafe { std::slice::from_raw_parts(datum.cast_mut_ptr::<u8>(), pgrx::varsize_any(datum.cast_mut_ptr())).to_vec() }
 }
 
 /// A composite datum of these bytes, in the memory of the call that SPI was opened in.

@@ -179,7 +179,7 @@ fn create_state(
     crate::shmem::required();
     let identity = Identity::owner();
     spi::connect(|session| {
-        let history = retention::checked_history(session, history);
+        let history = retention::positive(session, "history", history);
         let relation = lock_own_table(session, oid, &identity);
         let config = Config {
             engine: engine.to_string(),
@@ -252,10 +252,7 @@ pub fn create_tombstones(session: &Session, relation: &Relation, table: &state::
         format!("Sequences of the deleted keys of {}, so that an older row cannot bring one back. Kept by stint.merge.", relation.qualified);
     session.execute_once(&format!("COMMENT ON TABLE {name} IS '{}'", comment.replace('\'', "''")));
     let tombstones: pg_sys::Oid = session.run(&SET_TOMBSTONES, &[arg(relation.oid), arg(name)]).must(0, 1);
-    let address = |oid: pg_sys::Oid| pg_sys::ObjectAddress { classId: pg_sys::RelationRelationId, objectId: oid, objectSubId: 0 };
-    let (dependent, on) = (address(tombstones), address(relation.oid));
-    // SAFETY: both objects exist and are locked by this transaction.
-    unsafe { pg_sys::recordDependencyOn(&dependent, &on, pg_sys::DependencyType::DEPENDENCY_AUTO) };
+    relation.takes_along(tombstones);
 }
 
 #[pg_extern(sql = false)]

@@ -20,7 +20,7 @@ fn set_history(relation: Option<pg_sys::Oid>, history: Option<RawInterval>) {
         let relation = Relation::load_unfit(session, oid);
         rights::require_ownership(session, &relation, identity.caller());
         capture::required(session, identity.caller(), oid);
-        let history = retention::checked_history(session, history);
+        let history = retention::positive(session, "history", history);
         session.run(&SET, &[arg(oid), history.and_then(arg)]);
     });
 }

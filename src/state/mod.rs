@@ -3,6 +3,7 @@
 mod alter;
 mod config;
 pub mod declare;
+mod dropped;
 mod feed;
 mod history;
 pub mod merge;

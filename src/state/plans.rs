@@ -4,7 +4,7 @@
 use super::config::Config;
 use super::declare::{check_again, describe, not_declared};
 use super::feed;
-use crate::relation::Relation;
+use crate::relation::{self, Relation};
 use crate::spi::{Prepared, Session, Statement, arg};
 use pgrx::prelude::*;
 use std::cell::{Cell, OnceCell, RefCell};
@@ -206,11 +206,7 @@ fn listen() {
     if LISTENING.get() {
         return;
     }
-    // SAFETY: the functions have the callbacks' signatures and live as long as the library.
-    unsafe {
-        pg_sys::CacheRegisterRelcacheCallback(Some(relation_changed), pg_sys::Datum::from(0usize));
-        pg_sys::CacheRegisterSyscacheCallback(pg_sys::SysCacheIdentifier::NAMESPACEOID as i32, Some(schema_changed), pg_sys::Datum::from(0usize));
-    }
+    relation::on_change(Some(relation_changed), Some(schema_changed));
     LISTENING.set(true);
 }
 

@@ -41,6 +41,7 @@ pub const STEPS: &[Step] = &[
     Step { name: "history retention", when: When::Round, run: history::retention::step },
     Step { name: "expire events", when: When::Round, run: history::retention::let_go_of_events },
     Step { name: "project", when: When::RoundAndBell, run: record::project::step },
+    Step { name: "expire record", when: When::Round, run: record::retention::step },
     Step { name: "tick", when: When::RoundAndBell, run: changelog::tick::step },
     Step { name: "tick task events", when: When::RoundAndBell, run: changelog::feed::step },
     Step { name: "trim task events", when: When::Round, run: changelog::feed::trim_step },

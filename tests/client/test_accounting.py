@@ -249,7 +249,7 @@ def compare_page(conn, naive, filters):
 
 def usage(draw):
     some = {
-        "model": draw.choice(["m1", "m2"]), "input_tokens": draw.randrange(5000), "cached_tokens": draw.randrange(100), "output_tokens": draw.randrange(900),
+        "model": draw.choice(["m1", "m2"]), "input_tokens": draw.randrange(100, 5000), "cached_tokens": draw.randrange(100), "output_tokens": draw.randrange(900),
         "model_cost": decimal.Decimal(draw.randrange(100_000)) / 10_000, "compute_cost": round(decimal.Decimal(draw.randrange(100)) / 7, 25), "confidence": f"{draw.random():.3f}",
     }  # fmt: skip
     return {name: given for name, given in some.items() if draw.random() < 0.7}

@@ -109,6 +109,7 @@ CALLS = {
     "skip_event": {"relation": "projected", "seq": "1"},
     "require_fresh": {"relation": "projected"},
     "expire_record": {"before": "2020-01-01"},
+    "set_record_retention": {"keep": "1 day"},
     "utc_text": {"at": "2026-01-01"},
     "tick": {},
     "changes": {"relation": "goods"},
@@ -143,6 +144,7 @@ NOT_WALKED = {
     "looked_up": "takes what a lookup found",
     "placed": "a trigger function",
     "follow_ddl": "an event trigger function",
+    "follow_drop": "an event trigger function",
     "image": "takes any number of values of any type",
 }
 
@@ -314,7 +316,7 @@ def test_what_must_be_given_cannot_be_null_or_empty(walked, function):
     without_default = len(types) - value(
         conn, "SELECT pronargdefaults FROM pg_proc WHERE pronamespace = 'stint'::regnamespace AND proname = %s", function)  # fmt: skip
     for argument in list(types)[:without_default]:
-        if (function, argument) in {("fail", "error"), ("commit", "pos"), ("set_history", "history")}:
+        if (function, argument) in {("fail", "error"), ("commit", "pos"), ("set_history", "history"), ("set_record_retention", "keep")}:
             continue
         error = attempt(conn, function, types, good | {argument: None})
         assert error is not None and error.sqlstate == "22004" and argument in str(error), f"{argument} => null: {error}"

@@ -377,3 +377,20 @@ def test_bad_input_gives_an_error_that_names_it_and_changes_nothing(conn):
         assert (caught.value.sqlstate, part in str(caught.value)) == (code, True), (call, str(caught.value))
         assert caught.value.diag.message_hint, call
     assert conn.execute(kept).fetchone() == before
+
+
+def test_rules_that_no_constraint_holds_are_checked(conn):
+    """PostgreSQL would read the expression of a CHECK anew at every captured statement."""
+    hot = "SELECT conrelid::regclass::text FROM pg_constraint WHERE contype = 'c' AND conrelid::regclass::text ~ '^stint.(change_log|event_log|events_aside|kept_images|ticks|captured_columns)$'"
+    assert conn.execute(hot).fetchall() == []
+    conn.execute("CREATE TABLE goods (id int PRIMARY KEY); SELECT stint.create_state('goods', 'deduplicate'); INSERT INTO goods VALUES (1), (2), (3)")
+    found = "SELECT rule, detail FROM stint.check()"
+    assert conn.execute(found).fetchall() == []
+    conn.execute("BEGIN")
+    conn.execute("UPDATE stint.change_log SET kind = 'X' WHERE key = '{1}'")
+    conn.execute("UPDATE stint.change_log SET after = NULL WHERE key = '{2}'")
+    conn.execute("INSERT INTO stint.projection_config (name, relation, types, columns, kind, freshness, on_error) VALUES ('p', 'goods', '{t}', '{}', 'upsert', '0', 'refuse')")
+    conn.execute("INSERT INTO stint.events_aside (relation, seq, state, sqlstate, reason) VALUES ('goods', 7, 'odd', '22023', 'why')")
+    kind, aside = "a change is of a known kind and has the images of its kind", "an event is aside as poisoned or skipped"
+    assert sorted(conn.execute(found).fetchall()) == [(kind, "public.goods, change 2"), (kind, "public.goods, change 3"), (aside, "public.goods, event 7: odd")]
+    conn.execute("ROLLBACK")

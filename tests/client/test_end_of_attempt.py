@@ -40,7 +40,7 @@ def unchanged(queue):
         "SELECT oid::regclass::text FROM pg_class WHERE relnamespace = 'stint'::regnamespace AND relkind = 'r' ORDER BY 1")]  # fmt: skip
     # The maintenance worker keeps notes of its own.
     return {t: value(queue.conn, f"SELECT jsonb_agg(to_jsonb(t) ORDER BY to_jsonb(t)) FROM {t} t")
-            for t in tables if t.startswith(("stint.place", "stint.task", "stint.usage"))}  # fmt: skip
+            for t in tables if t.startswith(("stint.place", "stint.task", "stint.usage")) and "rollup" not in t}  # fmt: skip
 
 
 # Running under its live lease
@@ -407,7 +407,7 @@ def test_a_heartbeat_across_a_change_of_the_clocks_is_as_long_as_ever(queue):
     tomorrow, later = rows(
         queue.conn, "SELECT extract(doy FROM now() + interval '1 d') AS a, extract(doy FROM now() + interval '20 d') AS b"
     )[0]
-    queue.conn.execute(f"SET timezone = 'AAA0BBB,{tomorrow - 1}/1,{later - 1}/1'")
+    queue.conn.execute(f"SET timezone = 'AAA0BBB,{tomorrow - 1}/0,{later - 1}/0'")
     assert value(queue.conn, "SELECT extract(epoch FROM now() + interval '1 day' - now()) <> 86400")
     for duration in None, "1 day", "24:00:00":
         until = queue.extend(task, **({"duration": duration} if duration else {}))

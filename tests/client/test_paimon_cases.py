@@ -1,4 +1,4 @@
-"""Apache Paimon's own cases: every table of them with every split of its inputs into batches, and their changelogs."""
+"""Apache Paimon's own cases: every table of them with every split of its inputs into batches. Their changelogs are in test_paimon_changelog.py."""
 
 import itertools
 import json
@@ -8,8 +8,6 @@ import pytest
 
 CASES = {case["id"]: case for case in json.loads((pathlib.Path(__file__).parents[1] / "cases/paimon.json").read_text())}
 TYPES = {"INT": "integer", "BIGINT": "bigint", "DOUBLE": "double precision", "STRING": "text"}
-# A batch in which a key is born and deleted again, or changes twice, gives its net change only where the changelog is netted.
-NETTED = {"DD-02"}
 
 
 def declaration(case):
@@ -122,24 +120,3 @@ def test_partial_update_refuses_deletes_it_was_not_told_about_in_any_split(conn)
             conn.execute("SELECT * FROM feed(%s)", (json.dumps([batch(names, part) for part in split]),))
         assert error.value.sqlstate == "55000" and error.value.diag.message_hint
         assert conn.execute("SELECT count(*) FROM cases").fetchone() == (0,)
-
-
-def check_changelog(conn, case):
-    """One merge, in its own transaction, for each batch; no change of an image to the same image is ever told."""
-    names = declare(conn, case)
-    expected = case.get("expected_changelog_if_option_true", case["expected_changelog"])
-    position = 0
-    for number, events in itertools.groupby(case["inputs"], key=lambda event: event["batch"]):
-        conn.execute("SELECT * FROM stint.merge('cases', %s)", (json.dumps(batch(names, events)),))
-        conn.execute("SELECT stint.tick()")
-        changes = conn.execute("SELECT pos, kind, before, after FROM stint.changes('cases', %s)", (position,)).fetchall()
-        position = changes[-1][0] if changes else position
-        seen = [(kind, [(before if kind in ("-U", "-D") else after)[name] for name in names]) for _, kind, before, after in changes]
-        wanted = [(change["kind"], change["row"]) for change in expected if change["batch"] == number]
-        key = lambda change: [change[1][names.index(name)] for name in case["key"]]
-        assert sorted(seen, key=key) == sorted(wanted, key=key), number
-
-
-@pytest.mark.parametrize("case_id", [case_id for case_id, case in CASES.items() if "expected_changelog" in case and case_id not in NETTED])
-def test_a_paimon_case_gives_its_changelog(conn, case_id):
-    check_changelog(conn, CASES[case_id])

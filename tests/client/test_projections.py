@@ -252,3 +252,30 @@ def test_recorders_of_hot_keys_leave_what_the_record_says(conn, connect, freshne
         fold_all(conn)
     done = verified(conn)
     assert done.events == value(conn, "SELECT count(*) FROM stint.record_events") > 150
+
+
+CAUSE = "SELECT after ->> 'sku' AS sku, kind, cause FROM stint.changes('goods', %s) WHERE kind IN ('+I', '+U') ORDER BY pos"
+PARTED = """
+    CREATE TABLE goods (sku text PRIMARY KEY, qty numeric, note text, seq bigint, at timestamptz) PARTITION BY HASH (sku);
+    CREATE TABLE goods_0 PARTITION OF goods FOR VALUES WITH (MODULUS 2, REMAINDER 0);
+    CREATE TABLE goods_1 PARTITION OF goods FOR VALUES WITH (MODULUS 2, REMAINDER 1);
+"""
+
+
+@pytest.mark.parametrize("freshness", ["0", "1 hour"])
+@pytest.mark.parametrize("table", [GOODS, PARTED])
+def test_a_change_names_the_last_event_of_its_key_that_was_folded_into_it(conn, table, freshness):
+    declare(conn, "'partial-update'", table=table, freshness=freshness)
+    events = [{"source": "s", "type": "stock", "payload": {"sku": sku, "qty": qty}} for qty, sku in enumerate("abacb")]
+    seqs = [row.seq for row in call(conn, "record_many", events=json.dumps(events))]
+    fold_all(conn)
+    pos = call(conn, "tick")[0][0]
+    assert sorted(rows(conn, CAUSE, 0)) == [("a", "+I", seqs[2]), ("b", "+I", seqs[4]), ("c", "+I", seqs[3])]
+    seq = record(conn, sku="a", note="n")
+    fold_all(conn)
+    call(conn, "tick")
+    assert rows(conn, CAUSE, pos) == [("a", "+U", seq)]
+    pos = call(conn, "tick")[0][0]
+    conn.execute("UPDATE goods SET note = 'by hand' WHERE sku = 'b'")
+    call(conn, "tick")
+    assert rows(conn, CAUSE, pos) == [("b", "+U", None)], "no event caused it"

@@ -5,7 +5,7 @@ import random
 
 import psycopg
 import pytest
-from stint import background, call, parallel, rows, value
+from stint import background, call, parallel, rows, until, value
 from test_projections import MAP, declare, fold_all, goods, project, record, verified
 
 
@@ -157,6 +157,29 @@ def test_events_that_somebody_still_needs_are_not_removed(conn, connect):
     assert value(conn, "SELECT count(*) FROM stint.record_events") == 1
     verified(conn)
     assert goods(conn, "sku") == [("a",), ("c",), ("d",)]
+
+
+def test_the_worker_lets_events_go_that_are_past_their_retention(conn):
+    declare(conn, freshness="1 hour")
+    with pytest.raises(psycopg.Error, match='"keep" is not positive') as error:
+        call(conn, "set_record_retention", keep="0")
+    assert error.value.sqlstate == "22023" and error.value.diag.message_hint
+    for sku in "abc":
+        record(conn, sku=sku, qty=1)
+    fold_all(conn)
+    call(conn, "set_record_retention", keep="1 hour")
+    call(conn, "set_record_retention", keep="1 microsecond")
+    assert rows(conn, "SELECT keep::text FROM stint.record_retention") == [("00:00:00.000001",)]
+    until(conn, "SELECT NOT EXISTS (SELECT FROM stint.record_events)", 30)
+    call(conn, "set_record_retention", keep=None)
+    assert rows(conn, "SELECT * FROM stint.record_retention") == []
+    assert value(conn, "SELECT count(*) FROM stint.base_images") == 1 and goods(conn, "sku") == [("a",), ("b",), ("c",)]
+    record(conn, sku="d", qty=1)
+    record(conn, sku="e", qty=1)
+    assert call(conn, "expire_record", before="infinity", max=1)[0][0] == 0, "not folded yet"
+    fold_all(conn)
+    assert call(conn, "expire_record", before="infinity", max=1)[0][0] == 1 == value(conn, "SELECT count(*) FROM stint.record_events")
+    verified(conn)
 
 
 def test_only_the_owner_of_a_projected_table_rebuilds_it(conn):

@@ -319,6 +319,7 @@ def test_as_of_follows_the_columns_and_the_grants_of_its_table(conn):
     conn.execute("UPDATE goods SET quantity = 9")
     assert conn.execute("SELECT number, quantity FROM goods_as_of('t') ORDER BY number").fetchall() == [(1, 1), (2, 2)]
     assert conn.execute("SELECT extra FROM goods_as_of('t') WHERE number = 2").fetchone() == (None,), "the column did not exist when the row last did"
+    assert conn.execute("SELECT extra FROM goods_as_of('t') WHERE number = 1").fetchone() == (None,), "nor when the row was as it still is"
     role = f"r_{conn.info.dbname}"
     conn.execute(f"CREATE ROLE {role}")
     try:
@@ -338,6 +339,39 @@ def test_as_of_follows_the_columns_and_the_grants_of_its_table(conn):
         conn.execute("RESET ROLE")
         conn.execute(f"DROP OWNED BY {role}")
         conn.execute(f"DROP ROLE {role}")
+
+
+@pytest.mark.parametrize("table", ["", " PARTITION BY HASH (id); CREATE TABLE part PARTITION OF goods FOR VALUES WITH (MODULUS 1, REMAINDER 0)"])
+def test_columns_that_came_later_read_null_before_they_came(conn, table):
+    """Whether a row changed since, when it changed, and how often the column was renamed; PostgreSQL fills the default in where no change tells of it."""
+    conn.execute(f"CREATE TABLE goods (id int PRIMARY KEY, qty int){table}")
+    conn.execute("SELECT stint.create_state('goods', 'deduplicate')")
+    conn.execute("INSERT INTO goods SELECT n, 0 FROM generate_series(1, 5) n")
+    conn.execute("SELECT stint.tag('before')")
+    conn.execute("UPDATE goods SET qty = 1 WHERE id = 2")
+    with conn.transaction():
+        conn.execute("UPDATE goods SET qty = 1 WHERE id = 3")
+        conn.execute("ALTER TABLE goods ADD COLUMN colour text NOT NULL DEFAULT 'red'")
+        conn.execute("UPDATE goods SET colour = 'blue' WHERE id = 3")
+    conn.execute("SELECT stint.tag('after')")
+    pos = conn.execute("SELECT stint.tick()").fetchone()[0]
+    conn.execute("ALTER TABLE goods RENAME COLUMN colour TO paint; ALTER TABLE goods ADD COLUMN colour int DEFAULT 7")
+    conn.execute("UPDATE goods SET qty = 2 WHERE id IN (3, 4)")
+    conn.execute("DELETE FROM goods WHERE id = 5")
+    seen = lambda point: conn.execute(f"SELECT id, qty, paint, colour FROM goods_as_of({point}) ORDER BY id").fetchall()
+    assert seen("'before'") == [(n, 0, None, None) for n in range(1, 6)]
+    after = [(1, 0, "red", None), (2, 1, "red", None), (3, 1, "blue", None), (4, 0, "red", None), (5, 0, "red", None)]
+    assert seen("'after'") == after == seen(f"pos => {pos}")
+    at_first = [seen(f"pos => {n}")[2] for n in range(5, pos + 1)]
+    assert at_first == [(3, 0, None, None)] * 2 + [(3, 1, None, None), (3, 1, "blue", None)], "the column came between two changes of its transaction"
+    assert conn.execute("SELECT id, qty, paint, colour FROM goods ORDER BY id").fetchall() == [(1, 0, "red", 7), (2, 1, "red", 7), (3, 2, "blue", 7), (4, 2, "red", 7)]
+    differ = conn.execute("SELECT kind, key ->> 'id', before ->> 'paint', after ->> 'paint' FROM stint.diff('goods', 'before', 'after')").fetchall()
+    assert sorted(differ) == [("+U", "2", None, "red"), ("+U", "3", None, "blue"), ("-U", "2", None, None), ("-U", "3", None, None)]
+    conn.execute("UPDATE goods SET qty = 1, paint = 'blue' WHERE id = 3; UPDATE goods SET qty = 0 WHERE id = 4")
+    differ = conn.execute("SELECT key ->> 'id', kind, (before ->> 'colour') IS NULL, after ->> 'colour' FROM stint.diff('goods', 'after')").fetchall()
+    assert sorted(differ) == [("3", "+U", True, "7"), ("3", "-U", True, None), ("4", "+U", True, "7"), ("4", "-U", True, None), ("5", "-D", True, None)]
+    conn.execute("ALTER TABLE goods DROP COLUMN colour, ADD COLUMN colour int DEFAULT 8")
+    assert seen("'after'") == after
 
 
 def test_the_owners_domains_are_not_checked_with_the_readers_rights(conn):

@@ -285,8 +285,8 @@ def test_a_hot_key_is_one_statement(conn):
     conn.execute("CREATE TABLE hot (id int PRIMARY KEY, total bigint, top int, newest text, n bigint, seq int)")
     declare(conn, "hot", "aggregation", sequence=["seq"], fields={"total": "sum", "top": "max", "n": "count", "newest": "last_value"})
     rows = [{"id": 1, "total": n, "top": n % 7777, "newest": f"v{n}", "n": 1, "seq": n} for n in range(10_000)]
-    conn.execute("CREATE TABLE fired (n int); CREATE FUNCTION fire() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN INSERT INTO public.fired VALUES (1); RETURN NULL; END $$")
-    conn.execute("CREATE TRIGGER fire AFTER INSERT ON hot FOR EACH STATEMENT EXECUTE FUNCTION fire()")
+    conn.execute("CREATE TABLE fired (n int); CREATE FUNCTION fire() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN INSERT INTO public.fired SELECT 1 WHERE EXISTS (SELECT FROM came); RETURN NULL; END $$")
+    conn.execute("CREATE TRIGGER fire AFTER INSERT ON hot REFERENCING NEW TABLE AS came FOR EACH STATEMENT EXECUTE FUNCTION fire()")
     random.Random(1).shuffle(rows)
     assert merge(conn, "hot", rows)[:4] == (1, 0, 0, 0)
     assert conn.execute("SELECT * FROM hot").fetchone() == (1, sum(range(10_000)), 7776, "v9999", 10_000, 9999)

@@ -83,6 +83,16 @@ def test_ticks_write_nothing_while_nothing_changes(goods):
         assert conn.execute("SELECT count(*) FROM stint.ticks").fetchone() == (1,)
 
 
+def dump(server):
+    return subprocess.run(["pg_dump", "--no-owner"], env=goods_environment(server.env("app")), check=True, stdout=subprocess.PIPE).stdout
+
+
+def restore(server, text):
+    server.create_database("copy", extension=False)
+    command = ["psql", "-qX", "-v", "ON_ERROR_STOP=1", "-d", "copy"]
+    subprocess.run(command, env=goods_environment(server.env("app")), input=text, check=True, stdout=subprocess.DEVNULL)
+
+
 def test_a_restored_changelog_keeps_its_meaning_in_a_new_epoch(goods):
     with goods.connect("app") as conn:
         conn.execute("SELECT stint.create_consumer('c', ARRAY['goods']::regclass[])")
@@ -91,12 +101,7 @@ def test_a_restored_changelog_keeps_its_meaning_in_a_new_epoch(goods):
         conn.execute("SELECT stint.commit('c', 2)")
         conn.execute("SELECT stint.tag('second')")
         kept = conn.execute(READ).fetchall()
-    goods.create_database("copy", extension=False)
-    env = goods.env("app")
-    dump = subprocess.run(["pg_dump", "--no-owner"], env=goods_environment(env), check=True, stdout=subprocess.PIPE).stdout
-    subprocess.run(
-        ["psql", "-qX", "-v", "ON_ERROR_STOP=1", "-d", "copy"], env=goods_environment(env), input=dump, check=True, stdout=subprocess.DEVNULL
-    )
+    restore(goods, dump(goods))
     with goods.connect("copy") as conn:
         assert conn.execute(READ).fetchall() == kept
         assert conn.execute("SELECT consumer, relations::text, pos, lag FROM stint.consumers").fetchall() == [("c", "{goods}", 2, 0)]
@@ -132,10 +137,8 @@ def test_a_consumer_that_started_from_a_snapshot_goes_on_in_a_restored_database(
             assert conn.execute("SELECT id, qty::text FROM goods").fetchall() == [(1, "2.20")]
         conn.execute("UPDATE goods SET qty = 3.30")
         assert conn.execute("SELECT pos, lag FROM stint.consumers").fetchone() == (1, 0)
-        env = goods_environment(goods.env("app"))
-        dump = subprocess.run(["pg_dump", "--no-owner"], env=env, check=True, stdout=subprocess.PIPE).stdout
-    goods.create_database("copy", extension=False)
-    subprocess.run(["psql", "-qX", "-v", "ON_ERROR_STOP=1", "-d", "copy"], env=env, input=dump, check=True, stdout=subprocess.DEVNULL)
+        text = dump(goods)
+    restore(goods, text)
     for database in "copy", "app":
         with goods.connect(database) as conn:
             conn.execute("SELECT stint.activate()")
@@ -145,6 +148,38 @@ def test_a_consumer_that_started_from_a_snapshot_goes_on_in_a_restored_database(
             assert conn.execute(rows).fetchall() == [("-U", "2.20", None, "n"), ("+U", "2.20", "3.30", "n"), ("+I", None, "0", "n")]
             text = "SELECT kind, columns, image FROM stint.export_changes('goods', 1) WHERE kind <> '-U' AND key = '{1}'"
             assert conn.execute(text).fetchall()[-1] == ("+U", ["id", "qty", "note"], ["1", "3.30", "n"])
+
+
+def test_columns_that_came_later_read_null_in_a_restored_database_too(goods):
+    with goods.connect("app") as conn:
+        conn.execute("ALTER TABLE goods ADD COLUMN gone int, ADD COLUMN colour text DEFAULT 'red'")
+        conn.execute("ALTER TABLE goods DROP COLUMN gone; ALTER TABLE goods RENAME COLUMN colour TO paint")
+        conn.execute("SELECT stint.tag('second')")
+        assert conn.execute("SELECT count(paint) FROM goods_as_of('first')").fetchone() == (0,)
+    restore(goods, dump(goods))
+    with goods.connect("copy") as conn:
+        seen = lambda tag: conn.execute("SELECT * FROM goods_as_of(%s)", (tag,)).fetchall()[0][2:]
+        assert (seen("first"), seen("second")) == ((None,), ("red",))
+        conn.execute("SELECT stint.activate()")
+        assert (seen("first"), seen("second")) == ((None,), ("red",))
+        conn.execute("ALTER TABLE goods RENAME COLUMN paint TO colour; ALTER TABLE goods ADD COLUMN extra int DEFAULT 1")
+        assert (seen("first"), seen("second")) == ((None, None), ("red", None))
+        assert conn.execute("SELECT * FROM stint.check()").fetchall() == []
+
+
+def test_a_table_dropped_in_a_restored_database_takes_the_tables_beside_it_along(goods):
+    beside = "SELECT count(*) FROM pg_class WHERE relkind = 'r' AND relname ~ '(^gone_keys_|_tombstones$)'"
+    with goods.connect("app") as conn:
+        conn.execute("CREATE TABLE priced (id int PRIMARY KEY, at int); SELECT stint.create_state('priced', 'deduplicate', sequence => '{at}')")
+    restore(goods, dump(goods))
+    with goods.connect("copy") as conn:
+        assert conn.execute(beside).fetchone() == (3,)
+        conn.execute("DROP TABLE goods CASCADE")
+        assert conn.execute(beside).fetchone() == (2,)
+        conn.execute("SELECT stint.activate()")
+        conn.execute("DROP TABLE priced CASCADE")
+        assert conn.execute(beside).fetchone() == (0,)
+        assert conn.execute("SELECT * FROM stint.check()").fetchall() == []
 
 
 def goods_environment(env):
