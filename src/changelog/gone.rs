@@ -137,12 +137,9 @@ pub fn follow(session: &Session, relation: pg_sys::Oid, written: pg_sys::Oid, fi
     if what == Move::Came && blocks == 0 {
         return;
     }
+    // With what is committed now: an older snapshot may insert a key whose row another transaction deleted since, and must find it here.
     for statement in statements {
-        if what == Move::Emptied {
-            session.run_own_latest(&statement, &[]);
-        } else {
-            session.run_own(&statement, &[]);
-        }
+        session.run_own_latest(&statement, &[]);
     }
 }
 

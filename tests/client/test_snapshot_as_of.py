@@ -367,6 +367,26 @@ def test_the_owners_domains_are_not_checked_with_the_readers_rights(conn):
         conn.execute(f"DROP ROLE {role}")
 
 
+@pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+@pytest.mark.parametrize("deletes", ["DELETE FROM goods WHERE id = 1", "TRUNCATE goods"])
+@pytest.mark.parametrize(
+    "inserts",
+    ["INSERT INTO goods VALUES (1, 9)", "SELECT stint.merge('goods', '[{\"id\": 1, \"qty\": 9}]')", "UPDATE goods SET id = 1 WHERE id = 2"],
+)
+def test_a_key_inserted_from_a_snapshot_older_than_its_deletion_is_read_back_once(connect, level, deletes, inserts):
+    conn, late = connect(), connect()
+    conn.execute("CREATE TABLE goods (id int PRIMARY KEY, qty int)")
+    conn.execute("SELECT stint.create_state('goods', 'deduplicate')")
+    conn.execute("INSERT INTO goods VALUES (1, 1), (2, 2)")
+    conn.execute("SELECT stint.tag('t')")
+    late.execute(f"BEGIN ISOLATION LEVEL {level}")
+    late.execute("SELECT count(*) FROM stint.change_log")
+    conn.execute(deletes)
+    late.execute(inserts)
+    late.execute("COMMIT")
+    assert conn.execute("SELECT id, qty FROM goods_as_of('t') ORDER BY id").fetchall() == [(1, 1), (2, 2)]
+
+
 def test_time_travel_reads_the_last_tick_by_then(conn):
     conn.execute("CREATE TABLE goods (id int PRIMARY KEY, qty int)")
     conn.execute("SELECT stint.create_state('goods', 'deduplicate')")
