@@ -387,6 +387,21 @@ def test_a_key_inserted_from_a_snapshot_older_than_its_deletion_is_read_back_onc
     assert conn.execute("SELECT id, qty FROM goods_as_of('t') ORDER BY id").fetchall() == [(1, 1), (2, 2)]
 
 
+def test_what_is_altered_elsewhere_writes_nothing_of_a_state_table(conn):
+    role = f"clerk_{conn.info.backend_pid}"
+    conn.execute(f"CREATE ROLE {role}")
+    try:
+        conn.execute(f"CREATE TABLE goods (id int PRIMARY KEY); ALTER TABLE goods OWNER TO {role}; CREATE TABLE other (id int)")
+        conn.execute("SELECT stint.create_state('goods', 'deduplicate')")
+        written = "SELECT c.xmin::text FROM pg_class c JOIN stint.captures p ON p.gone_keys = c.oid"
+        before = conn.execute(written).fetchall()
+        conn.execute("ALTER TABLE other ADD COLUMN n int")
+        conn.execute("GRANT SELECT ON other TO PUBLIC")
+        assert conn.execute(written).fetchall() == before
+    finally:
+        conn.execute(f"DROP TABLE IF EXISTS goods CASCADE; DROP OWNED BY {role}; DROP ROLE {role}")
+
+
 def test_time_travel_reads_the_last_tick_by_then(conn):
     conn.execute("CREATE TABLE goods (id int PRIMARY KEY, qty int)")
     conn.execute("SELECT stint.create_state('goods', 'deduplicate')")
