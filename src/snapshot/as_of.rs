@@ -83,7 +83,7 @@ fn body(session: &Session, relation: &Relation) -> Option<String> {
     Some(format!(
         "
     SELECT {columns}
-    FROM (SELECT stint.row_as_of(l, {key}, $1, $2, $3) AS r, {live} FROM {table} l
+    FROM (SELECT stint.row_as_of(l.*, {key}, $1, $2, $3) AS r, {live} FROM {table} l
           UNION ALL
           SELECT stint.row_as_of(NULL::{table}, g.key, $1, $2, $3), {dead} FROM {keys_name} g) x
     WHERE (x.r).{present} IS NOT NULL AND stint.point_is_kept(NULL::{table}, $1, $2, $3)

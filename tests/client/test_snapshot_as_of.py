@@ -387,6 +387,18 @@ def test_a_key_inserted_from_a_snapshot_older_than_its_deletion_is_read_back_onc
     assert conn.execute("SELECT id, qty FROM goods_as_of('t') ORDER BY id").fetchall() == [(1, 1), (2, 2)]
 
 
+def test_columns_may_have_the_names_that_the_function_uses_itself(conn):
+    names = ["l", "g", "x", "r", "k1", "key", "tag", "pos", "at"]
+    columns = ", ".join(f'"{name}" int' for name in names)
+    conn.execute(f"CREATE TABLE goods ({columns}, PRIMARY KEY (l, k1))")
+    conn.execute("SELECT stint.create_state('goods', 'deduplicate')")
+    conn.execute("INSERT INTO goods SELECT i, 2, 3, 4, 5, 6, 7, 8, 9 FROM generate_series(1, 3) i")
+    conn.execute("SELECT stint.tag('t')")
+    conn.execute("UPDATE goods SET r = 0, x = 0 WHERE l < 3")
+    conn.execute("DELETE FROM goods WHERE l = 2")
+    assert conn.execute("SELECT * FROM goods_as_of('t') ORDER BY l").fetchall() == [(i, 2, 3, 4, 5, 6, 7, 8, 9) for i in (1, 2, 3)]
+
+
 def test_what_is_altered_elsewhere_writes_nothing_of_a_state_table(conn):
     role = f"clerk_{conn.info.backend_pid}"
     conn.execute(f"CREATE ROLE {role}")
