@@ -191,8 +191,10 @@ fn drop_projection(name: Option<&str>) {
         if of_table == 1 {
             forget(session, oid);
         }
-        // SAFETY: as in create_projection.
-        unsafe { pg_sys::CacheInvalidateRelcacheByRelid(oid) };
+        if there {
+            // SAFETY: as in create_projection.
+            unsafe { pg_sys::CacheInvalidateRelcacheByRelid(oid) };
+        }
     });
 }
 

@@ -279,3 +279,16 @@ def test_a_change_names_the_last_event_of_its_key_that_was_folded_into_it(conn, 
     conn.execute("UPDATE goods SET note = 'by hand' WHERE sku = 'b'")
     call(conn, "tick")
     assert rows(conn, CAUSE, pos) == [("b", "+U", None)], "no event caused it"
+
+
+@pytest.mark.parametrize("freshness", ["0", "1 hour"])
+def test_a_table_that_was_dropped_keeps_nobody_from_recording(conn, freshness):
+    declare(conn, freshness=freshness)
+    record(conn, sku="a", qty=1)
+    conn.execute("DROP TABLE goods CASCADE")
+    assert record(conn, sku="a", qty=2) > 0
+    call(conn, "drop_projection", name="p")
+    declare(conn, freshness=freshness)
+    fold_all(conn)
+    assert goods(conn, "sku, qty::int") == [("a", 2)]
+    verified(conn)

@@ -401,6 +401,53 @@ def test_the_owners_domains_are_not_checked_with_the_readers_rights(conn):
         conn.execute(f"DROP ROLE {role}")
 
 
+@pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+@pytest.mark.parametrize("deletes", ["DELETE FROM goods WHERE id = 1", "TRUNCATE goods"])
+@pytest.mark.parametrize(
+    "inserts",
+    ["INSERT INTO goods VALUES (1, 9)", "SELECT stint.merge('goods', '[{\"id\": 1, \"qty\": 9}]')", "UPDATE goods SET id = 1 WHERE id = 2"],
+)
+def test_a_key_inserted_from_a_snapshot_older_than_its_deletion_is_read_back_once(connect, level, deletes, inserts):
+    conn, late = connect(), connect()
+    conn.execute("CREATE TABLE goods (id int PRIMARY KEY, qty int)")
+    conn.execute("SELECT stint.create_state('goods', 'deduplicate')")
+    conn.execute("INSERT INTO goods VALUES (1, 1), (2, 2)")
+    conn.execute("SELECT stint.tag('t')")
+    late.execute(f"BEGIN ISOLATION LEVEL {level}")
+    late.execute("SELECT count(*) FROM stint.change_log")
+    conn.execute(deletes)
+    late.execute(inserts)
+    late.execute("COMMIT")
+    assert conn.execute("SELECT id, qty FROM goods_as_of('t') ORDER BY id").fetchall() == [(1, 1), (2, 2)]
+
+
+def test_columns_may_have_the_names_that_the_function_uses_itself(conn):
+    names = ["l", "g", "x", "r", "k1", "key", "tag", "pos", "at"]
+    columns = ", ".join(f'"{name}" int' for name in names)
+    conn.execute(f"CREATE TABLE goods ({columns}, PRIMARY KEY (l, k1))")
+    conn.execute("SELECT stint.create_state('goods', 'deduplicate')")
+    conn.execute("INSERT INTO goods SELECT i, 2, 3, 4, 5, 6, 7, 8, 9 FROM generate_series(1, 3) i")
+    conn.execute("SELECT stint.tag('t')")
+    conn.execute("UPDATE goods SET r = 0, x = 0 WHERE l < 3")
+    conn.execute("DELETE FROM goods WHERE l = 2")
+    assert conn.execute("SELECT * FROM goods_as_of('t') ORDER BY l").fetchall() == [(i, 2, 3, 4, 5, 6, 7, 8, 9) for i in (1, 2, 3)]
+
+
+def test_what_is_altered_elsewhere_writes_nothing_of_a_state_table(conn):
+    role = f"clerk_{conn.info.backend_pid}"
+    conn.execute(f"CREATE ROLE {role}")
+    try:
+        conn.execute(f"CREATE TABLE goods (id int PRIMARY KEY); ALTER TABLE goods OWNER TO {role}; CREATE TABLE other (id int)")
+        conn.execute("SELECT stint.create_state('goods', 'deduplicate')")
+        written = "SELECT c.xmin::text FROM pg_class c JOIN stint.captures p ON p.gone_keys = c.oid"
+        before = conn.execute(written).fetchall()
+        conn.execute("ALTER TABLE other ADD COLUMN n int")
+        conn.execute("GRANT SELECT ON other TO PUBLIC")
+        assert conn.execute(written).fetchall() == before
+    finally:
+        conn.execute(f"DROP TABLE IF EXISTS goods CASCADE; DROP OWNED BY {role}; DROP ROLE {role}")
+
+
 def test_time_travel_reads_the_last_tick_by_then(conn):
     conn.execute("CREATE TABLE goods (id int PRIMARY KEY, qty int)")
     conn.execute("SELECT stint.create_state('goods', 'deduplicate')")
