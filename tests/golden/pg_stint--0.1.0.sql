@@ -1726,7 +1726,7 @@ SELECT pg_catalog.pg_extension_config_dump('stint.projection_positions', '');
 CREATE TABLE stint.events_aside (
     relation regclass NOT NULL,
     seq      bigint NOT NULL,
-    state    text NOT NULL CHECK (state IN ('poisoned', 'skipped')),
+    state    text NOT NULL,
     sqlstate text NOT NULL,
     reason   text NOT NULL,
     at       timestamptz NOT NULL DEFAULT clock_timestamp(),
@@ -1841,13 +1841,31 @@ COMMENT ON COLUMN stint.base_images.rows IS 'an array of rows';
 REVOKE ALL ON stint.base_images FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.base_images', '');
 
-CREATE FUNCTION stint.expire_record(before timestamptz) RETURNS bigint
+CREATE FUNCTION stint.expire_record(before timestamptz, max bigint DEFAULT NULL) RETURNS bigint
     LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp SET intervalstyle = 'postgres' AS 'MODULE_PATHNAME', 'expire_record_wrapper';
-COMMENT ON FUNCTION stint.expire_record(timestamptz) IS
-'Removes the events that come before the first one recorded at or after a time, and returns how many. For each projected table what they amount to is stored first; rebuild and verify begin there.
+COMMENT ON FUNCTION stint.expire_record(timestamptz, bigint) IS
+'Removes the events that come before the first one recorded at or after a time, and returns how many; max: the most to remove at once, null all. For each projected table what they amount to is stored first; rebuild and verify begin there.
 Events stay that a table has not folded yet or that are poisoned, and all after them. An id that was removed can be recorded anew.
-Errors: 22004, 25001 in a transaction that has written something or runs under REPEATABLE READ or SERIALIZABLE. Locks: the fold of each projected table until the transaction ends; recorders do not wait.';
-REVOKE ALL ON FUNCTION stint.expire_record(timestamptz) FROM PUBLIC;
+The worker calls it where stint.set_record_retention says how long events are kept.
+Errors: 22004, 22023, 25001 in a transaction that has written something or runs under REPEATABLE READ or SERIALIZABLE. Locks: the fold of each projected table until the transaction ends; recorders do not wait.';
+REVOKE ALL ON FUNCTION stint.expire_record(timestamptz, bigint) FROM PUBLIC;
+
+CREATE TABLE stint.record_retention (
+    one  boolean PRIMARY KEY DEFAULT true CHECK (one),
+    keep interval NOT NULL
+);
+COMMENT ON TABLE stint.record_retention IS 'At most one row: how long events are kept; no row: for ever';
+COMMENT ON COLUMN stint.record_retention.keep IS 'since they were recorded';
+REVOKE ALL ON stint.record_retention FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.record_retention', '');
+
+CREATE FUNCTION stint.set_record_retention(keep interval) RETURNS void
+    LANGUAGE c VOLATILE SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'set_record_retention_wrapper';
+COMMENT ON FUNCTION stint.set_record_retention(interval) IS
+'Says how long events are kept after they were recorded; stint.record_retention shows it. keep: null for ever, which is the default. From then on the worker lets older ones go as stint.expire_record
+does: up to 100,000 at once, when the oldest is older by an eighth than it need be, so that what tables amounted to is not stored anew for every few events.
+One for all types: what a table amounts to up to a point is made of all of its types. Errors: 22023 not positive. Locks: the setting''s row.';
+REVOKE ALL ON FUNCTION stint.set_record_retention(interval) FROM PUBLIC;
 /* </end connected objects> */
 
 /* <begin connected objects> */
@@ -1907,6 +1925,22 @@ REVOKE ALL ON stint.image_layouts FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.image_layouts', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.image_layouts_layout_seq', '');
 
+CREATE TABLE stint.captured_columns (
+    relation regclass NOT NULL,
+    name     name NOT NULL,
+    attnum   smallint NOT NULL,
+    epoch    integer NOT NULL,
+    xid      xid8 NOT NULL,
+    seq      bigint NOT NULL,
+    PRIMARY KEY (relation, name)
+);
+COMMENT ON TABLE stint.captured_columns IS 'The columns of captured tables, and the change that each came with: reads as of earlier points show null in it, and not the default that PostgreSQL filled in';
+COMMENT ON COLUMN stint.captured_columns.attnum IS 'its number, by which a rename is noticed; in a restored database that of the original until stint.activate()';
+COMMENT ON COLUMN stint.captured_columns.xid IS 'the transaction that declared the state table or added the column';
+COMMENT ON COLUMN stint.captured_columns.seq IS 'drawn from the same sequence as those of changes; 0 for columns that the table was declared with';
+REVOKE ALL ON stint.captured_columns FROM PUBLIC;
+SELECT pg_catalog.pg_extension_config_dump('stint.captured_columns', '');
+
 -- One sequence for all tables, never cached: a change draws its number while it holds its row locks, so per key the numbers rise in commit order.
 CREATE SEQUENCE stint.change_seq CACHE 1;
 REVOKE ALL ON SEQUENCE stint.change_seq FROM PUBLIC;
@@ -1919,7 +1953,7 @@ CREATE TABLE stint.change_log (
     seq      bigint NOT NULL,
     at       timestamptz NOT NULL,
     layout   integer NOT NULL,
-    kind     "char" NOT NULL CHECK (kind IN ('I', 'U', 'D')),
+    kind     "char" NOT NULL,
     key      text COLLATE "C" NOT NULL,
     before   text[],
     after    text[],
@@ -2379,9 +2413,9 @@ REVOKE ALL ON FUNCTION stint.set_history(regclass, interval) FROM PUBLIC;
 CREATE FUNCTION stint.follow_ddl() RETURNS event_trigger
     LANGUAGE c SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'follow_ddl_wrapper';
 COMMENT ON FUNCTION stint.follow_ddl() IS
-'The event trigger function: makes the as-of functions of altered state tables anew, and grants the tables of deleted keys as the state tables are. With the rights of the extension''s owner.';
+'The event trigger function: notes which columns altered state tables have, makes their as-of functions anew, and grants the tables of deleted keys as the state tables are. With the rights of the extension''s owner.';
 REVOKE ALL ON FUNCTION stint.follow_ddl() FROM PUBLIC;
-CREATE EVENT TRIGGER stint_follow_ddl ON ddl_command_end WHEN TAG IN ('ALTER TABLE', 'GRANT', 'REVOKE', 'DROP TYPE', 'DROP DOMAIN')
+CREATE EVENT TRIGGER stint_follow_ddl ON ddl_command_end WHEN TAG IN ('ALTER TABLE', 'ALTER TYPE', 'GRANT', 'REVOKE', 'DROP TYPE', 'DROP DOMAIN')
     EXECUTE FUNCTION stint.follow_ddl();
 COMMENT ON EVENT TRIGGER stint_follow_ddl IS 'Has the as-of functions follow their state tables';
 /* </end connected objects> */
@@ -2544,6 +2578,25 @@ The maintenance worker calls it once a minute. Locks: the rows it removes, and t
 -- src/lib.rs
 -- requires:
 --   watches
+
+-- What is kept of a state table goes with it.
+
+CREATE FUNCTION stint.follow_drop() RETURNS event_trigger
+    LANGUAGE c SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'follow_drop_wrapper';
+COMMENT ON FUNCTION stint.follow_drop() IS
+'The event trigger function: forgets the declarations, projections, lookups, watches and kept images of dropped state tables, and drops the tables of their deleted keys.
+What changed stays in the changelog, where positions count it. With the rights of the extension''s owner.';
+REVOKE ALL ON FUNCTION stint.follow_drop() FROM PUBLIC;
+CREATE EVENT TRIGGER stint_follow_drop ON sql_drop
+    WHEN TAG IN ('DROP TABLE', 'DROP SCHEMA', 'DROP OWNED', 'DROP EXTENSION', 'DROP TYPE', 'DROP ACCESS METHOD')
+    EXECUTE FUNCTION stint.follow_drop();
+COMMENT ON EVENT TRIGGER stint_follow_drop IS 'Has what is kept of a state table go with it';
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/lib.rs
+-- requires:
+--   dropped
 
 -- Accounting: what finished tasks and ended attempts used, added up by minute, hour, day and month, and the functions of a dashboard.
 --
@@ -3260,6 +3313,33 @@ AS $$
     SELECT 'a table with a changelog has a table of deleted keys', NULL, NULL, c.relation::text
     FROM stint.captures c
     WHERE EXISTS (SELECT FROM pg_class t WHERE t.oid = c.relation) AND NOT EXISTS (SELECT FROM pg_class t WHERE t.oid = c.gone_keys)
+    UNION ALL
+    SELECT 'what is kept of a state table goes with it', NULL, NULL, x.what || ' of ' || x.relation
+    FROM (SELECT s.relation, 'declaration' AS what FROM stint.state_config s
+          UNION ALL SELECT c.relation, 'capture' FROM stint.captures c
+          UNION ALL SELECT p.relation, 'projection "' || p.name || '"' FROM stint.projection_config p
+          UNION ALL SELECT l.relation, 'lookup "' || l.name || '"' FROM stint.lookup_config l
+          UNION ALL SELECT w.relation, 'watch "' || w.watch || '"' FROM stint.watch_config w
+          UNION SELECT b.relation, 'base images' FROM stint.base_images b
+          UNION SELECT k.relation, 'kept images' FROM stint.kept_images k) x
+    WHERE NOT EXISTS (SELECT FROM pg_class t WHERE t.oid = x.relation)
+    UNION ALL
+    SELECT 'a table of deleted keys belongs to a table with a changelog', NULL, NULL, t.oid::regclass::text
+    FROM pg_class t
+    WHERE t.relnamespace = 'stint'::regnamespace AND t.relkind = 'r' AND t.relname ~ '^gone_keys_[0-9]+$'
+      AND NOT EXISTS (SELECT FROM stint.captures c WHERE c.gone_keys = t.oid)
+    UNION ALL
+    SELECT 'the columns of a table with a changelog are known', NULL, NULL, format('%s, column "%s"', coalesce(a.relation, k.relation), coalesce(a.attname, k.name))
+    FROM (SELECT c.relation, a.attname FROM stint.captures c JOIN pg_attribute a ON a.attrelid = c.relation AND a.attnum > 0 AND NOT a.attisdropped) a
+    FULL JOIN stint.captured_columns k ON k.relation = a.relation AND k.name = a.attname
+    WHERE k.relation IS NULL OR a.relation IS NULL
+    UNION ALL
+    SELECT 'a change is of a known kind and has the images of its kind', NULL, NULL, l.relation::text || ', change ' || l.seq
+    FROM stint.change_log l
+    WHERE l.kind NOT IN ('I', 'U', 'D') OR (l.before IS NULL) <> (l.kind = 'I') OR (l.after IS NULL) <> (l.kind = 'D')
+    UNION ALL
+    SELECT 'an event is aside as poisoned or skipped', NULL, NULL, a.relation::text || ', event ' || a.seq || ': ' || a.state
+    FROM stint.events_aside a WHERE a.state NOT IN ('poisoned', 'skipped')
     UNION ALL
     SELECT 'an image is kept for some tag, and belongs to a table with a changelog', NULL, NULL, k.relation::text || ', key ' || k.key
     FROM (SELECT i.relation, i.key, i.epoch, i.xid, lag(i.epoch) OVER w AS previous_epoch, lag(i.xid) OVER w AS previous
@@ -4052,6 +4132,12 @@ REVOKE ALL ON FUNCTION stint.doctor() FROM PUBLIC;
 /* <begin connected objects> */
 -- src/state/history.rs
 -- pg_stint::state::history::set_history
+-- Skipped due to `#[pgrx(sql = false)]`
+/* </end connected objects> */
+
+/* <begin connected objects> */
+-- src/record/retention.rs
+-- pg_stint::record::retention::set_record_retention
 -- Skipped due to `#[pgrx(sql = false)]`
 /* </end connected objects> */
 
