@@ -7,6 +7,7 @@ use crate::errors::Fault;
 use crate::input;
 use crate::object_lock::{self, Lock};
 use crate::shmem::{self, Instance, config, heads};
+use crate::snapshot::as_of;
 use crate::spi::{Identity, Session, Statement, arg, connect};
 use pgrx::prelude::*;
 use std::cell::Cell;
@@ -112,7 +113,9 @@ fn activate(keep_leases: Option<bool>) -> i32 {
                 }
                 heads::rescan(Instance::here(), true);
                 config::changed();
-                session.run(&OPEN_NEXT, &here()).must(0, 1)
+                let opened = session.run(&OPEN_NEXT, &here()).must(0, 1);
+                as_of::refresh_all(session);
+                opened
             }
             _ => required(session),
         }

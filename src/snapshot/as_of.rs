@@ -6,9 +6,9 @@
 //! The two parts are of one table each and without conditions of their own, since only such parts of a UNION ALL take part in the planning of the whole query.
 //! The columns are spelled out; when the table is altered, the function is made anew.
 
-use crate::changelog::gone;
 use crate::changelog::images::key_sql;
 use crate::changelog::reader::quote;
+use crate::changelog::{epoch, gone};
 use crate::errors::{self, Fault};
 use crate::relation::Relation;
 use crate::spi::{Identity, Session, Statement, arg, connect};
@@ -167,17 +167,26 @@ pub extern "C" fn pg_finfo_follow_ddl_wrapper() -> &'static pg_sys::Pg_finfo_rec
 #[unsafe(no_mangle)]
 #[pg_guard]
 pub unsafe extern "C-unwind" fn follow_ddl_wrapper(_fcinfo: pg_sys::FunctionCallInfo) -> pg_sys::Datum {
-    if !AT_WORK.replace(true) {
-        let _at_work = AtWork;
+    if !AT_WORK.get() {
         let _owner = Identity::owner();
         connect(|session| {
-            let tables = session.run(&CAPTURED, &[]);
-            for row in 0..tables.len() {
-                refresh(session, tables.must(row, 1));
+            // While a dump is restored, it is the dump that makes the functions and the grants, in several sessions at once.
+            if matches!(epoch::current(session), Some((_, true))) {
+                refresh_all(session);
             }
         });
     }
     pg_sys::Datum::from(0usize)
+}
+
+/// Has the as-of functions and the tables of deleted keys follow their state tables; also called by `activate`, for what happened before.
+pub fn refresh_all(session: &Session) {
+    AT_WORK.set(true);
+    let _at_work = AtWork;
+    let tables = session.run(&CAPTURED, &[]);
+    for row in 0..tables.len() {
+        refresh(session, tables.must(row, 1));
+    }
 }
 
 fn refresh(session: &Session, table: pg_sys::Oid) {

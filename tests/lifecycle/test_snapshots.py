@@ -11,7 +11,7 @@ READS = [
     "SELECT r::text FROM goods_as_of('kept') r ORDER BY 1",
     "SELECT r::text FROM goods_as_of('recent') r ORDER BY 1",
     "SELECT r::text FROM goods_as_of('recent') r WHERE id = 3",
-    "SELECT r::text FROM goods_as_of(pos => (SELECT floor_pos FROM stint.captures)) r ORDER BY 1",
+    "SELECT r::text FROM goods_as_of(pos => (SELECT floor_pos FROM stint.captures WHERE relation = 'goods'::regclass)) r ORDER BY 1",
     "SELECT r::text FROM goods_as_of(at => (SELECT max(at) FROM stint.ticks)) r ORDER BY 1",
     "SELECT kind, key::text, before::text, after::text FROM stint.diff('goods', 'kept', 'recent')",
     "SELECT kind, key::text, before::text, after::text FROM stint.diff('goods', 'recent')",
@@ -107,3 +107,27 @@ def test_tags_and_consumers_answer_the_same_after_a_failover(goods):
             goes_on(conn, before)
     finally:
         standby.destroy()
+
+
+def test_a_parallel_restore_is_left_alone_and_followed_at_activation(goods, tmp_path):
+    env = clusters.clean_environment() | goods.env("app")
+    with goods.connect("app") as conn:
+        conn.execute("CREATE ROLE reader; CREATE ROLE clerk")
+        for n in range(6):
+            conn.execute(f"CREATE TABLE more_{n} (id int PRIMARY KEY)")
+            conn.execute(f"SELECT stint.create_state('more_{n}', 'deduplicate')")
+            conn.execute(f"INSERT INTO more_{n} SELECT generate_series(1, 2000); DELETE FROM more_{n} WHERE id > 1000; ALTER TABLE more_{n} OWNER TO clerk")
+        before = answers(conn)
+    subprocess.run([clusters.bindir() / "pg_dump", "-Fd", "-f", tmp_path / "dump"], env=env, check=True)
+    goods.create_database("copy", extension=False)
+    subprocess.run([clusters.bindir() / "pg_restore", "-j", "4", "-e", "-d", "copy", tmp_path / "dump"], env=env, check=True)
+    with goods.connect("copy") as conn:
+        assert answers(conn) == before
+        readers = "SELECT has_table_privilege('reader', c.gone_keys, 'SELECT') FROM stint.captures c WHERE c.relation = 'goods'::regclass"
+        conn.execute("GRANT SELECT ON goods TO reader")
+        assert not value(conn, readers)
+        conn.execute("SELECT stint.activate()")
+        assert value(conn, readers)
+        conn.execute("REVOKE SELECT ON goods FROM reader")
+        assert not value(conn, readers)
+        assert answers(conn) == before
