@@ -14,11 +14,13 @@ use stint_core::record::compile::{self, Key, Projection};
 use stint_core::record::map::{self, FIELDS, Source};
 use stint_core::state::compile::{KINDS, Kind};
 
-// By table, so that locks are taken in one order. The fingerprint changes with every projection that comes or goes.
+// By table, so that locks are taken in one order. The fingerprint changes with every projection that comes or goes. A table that was dropped without
+// drop_state takes no events any more, and keeps nobody from recording.
 static TABLES: Statement = Statement::new(
     c"SELECT c.relation::oid, extract(epoch FROM min(c.freshness)) = 0, bool_or(c.on_error = 'refuse')
       FROM stint.projection_config c
       WHERE EXISTS (SELECT FROM stint.projection_config p WHERE p.relation = c.relation AND p.types && $1)
+        AND EXISTS (SELECT FROM pg_class t WHERE t.oid = c.relation)
       GROUP BY c.relation::oid ORDER BY c.relation::oid",
     &[pg_sys::TEXTARRAYOID],
 );

@@ -198,8 +198,10 @@ fn drop_projection(name: Option<&str>) {
             session.run(&FORGET_ASIDE, &[arg(oid)]);
             session.run(&FORGET_BASE, &[arg(oid)]);
         }
-        // SAFETY: as in create_projection.
-        unsafe { pg_sys::CacheInvalidateRelcacheByRelid(oid) };
+        if there {
+            // SAFETY: as in create_projection.
+            unsafe { pg_sys::CacheInvalidateRelcacheByRelid(oid) };
+        }
     });
 }
 

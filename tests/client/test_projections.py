@@ -252,3 +252,16 @@ def test_recorders_of_hot_keys_leave_what_the_record_says(conn, connect, freshne
         fold_all(conn)
     done = verified(conn)
     assert done.events == value(conn, "SELECT count(*) FROM stint.record_events") > 150
+
+
+@pytest.mark.parametrize("freshness", ["0", "1 hour"])
+def test_a_table_that_was_dropped_keeps_nobody_from_recording(conn, freshness):
+    declare(conn, freshness=freshness)
+    record(conn, sku="a", qty=1)
+    conn.execute("DROP TABLE goods CASCADE")
+    assert record(conn, sku="a", qty=2) > 0
+    call(conn, "drop_projection", name="p")
+    declare(conn, freshness=freshness)
+    fold_all(conn)
+    assert goods(conn, "sku, qty::int") == [("a", 2)]
+    verified(conn)
