@@ -404,10 +404,13 @@ def test_a_heartbeat_across_a_change_of_the_clocks_is_as_long_as_ever(queue):
     """A day in an interval is 23 hours where the session's time zone loses one; a lease is not."""
     queue.enqueue(lease_for="24 hours")
     task = queue.one()
-    tomorrow, later = rows(
-        queue.conn, "SELECT extract(doy FROM now() + interval '1 d') AS a, extract(doy FROM now() + interval '20 d') AS b"
+    # In twelve hours, so that now is not an hour that the clocks leave out tomorrow.
+    day, hour, later = rows(
+        queue.conn,
+        "SELECT extract(doy FROM at)::int AS day, extract(hour FROM at)::int AS hour, extract(doy FROM at + interval '20 d')::int AS later"
+        " FROM (SELECT now() + interval '12 hours') n (at)",
     )[0]
-    queue.conn.execute(f"SET timezone = 'AAA0BBB,{tomorrow - 1}/0,{later - 1}/0'")
+    queue.conn.execute(f"SET timezone = 'AAA0BBB,{day - 1}/{hour},{later - 1}/1'")
     assert value(queue.conn, "SELECT extract(epoch FROM now() + interval '1 day' - now()) <> 86400")
     for duration in None, "1 day", "24:00:00":
         until = queue.extend(task, **({"duration": duration} if duration else {}))
