@@ -185,7 +185,17 @@ fn instant(text: &str) -> Instant {
 /// The order of the keys that the events touch, before they are numbered.
 fn take_order(session: &Session, targets: &[config::Target], documents: RawJsonb, count: i64) {
     for target in targets {
-        let Some(projected) = config::of(session, target.relation) else { continue };
+        let projected = match config::fitting(session, target.relation) {
+            Ok(Some(projected)) => projected,
+            Ok(None) => continue,
+            Err(_) => {
+                // Which keys the events touch cannot be told. What is set aside at once changes nothing; the worker may fold the others once the table fits.
+                if !target.immediate {
+                    order::all(target.relation);
+                }
+                continue;
+            }
+        };
         let Some(slots) = &projected.slots else { continue };
         if projected.unhashable {
             order::all(target.relation);

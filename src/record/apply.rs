@@ -22,6 +22,14 @@ static SET_ASIDE: Statement = Statement::new(
       ON CONFLICT (relation, seq) DO UPDATE SET sqlstate = excluded.sqlstate, reason = excluded.reason, at = excluded.at",
     &[pg_sys::OIDOID, pg_sys::INT8OID, pg_sys::TEXTOID, pg_sys::TEXTOID],
 );
+/// The events among some that a table takes, for what its declaration lacks.
+static SET_ALL_ASIDE: Statement = Statement::new(
+    c"INSERT INTO stint.events_aside (relation, seq, state, sqlstate, reason)
+      SELECT $1, l.seq, 'poisoned', $3, $4 FROM stint.event_log l
+      WHERE l.seq = ANY ($2) AND EXISTS (SELECT FROM stint.projection_config c WHERE c.relation = $1 AND l.type = ANY (c.types))
+      ON CONFLICT (relation, seq) DO UPDATE SET sqlstate = excluded.sqlstate, reason = excluded.reason, at = excluded.at",
+    &[pg_sys::OIDOID, pg_sys::INT8ARRAYOID, pg_sys::TEXTOID, pg_sys::TEXTOID],
+);
 
 /// An event that does not fit the table.
 pub struct Poisoned {
@@ -33,7 +41,15 @@ pub struct Poisoned {
 
 /// Folds the events of these numbers, which ascend, into a table of which the events were just recorded.
 pub fn recorded(session: &Session, target: &Target, seqs: &[i64]) {
-    let Some(projected) = config::of(session, target.relation) else { return };
+    let projected = match config::fitting(session, target.relation) {
+        Ok(Some(projected)) => projected,
+        Ok(None) => return,
+        Err((code, message)) if target.refuses || passing(code) => Fault::new(code, message).raise(),
+        Err((code, message)) => {
+            session.run_latest(&SET_ALL_ASIDE, &[arg(target.relation), arg(seqs.to_vec()), arg(text_of(code)), arg(message)]);
+            return;
+        }
+    };
     for seqs in seqs.chunks(usize::try_from(events_at_once(projected.per_event)).unwrap_or(1)) {
         let documents = documents(session, seqs);
         if target.refuses {

@@ -2,7 +2,8 @@
 
 use crate::errors::{self, Fault};
 use crate::relation::{Column, Relation};
-use crate::spi::{Prepared, Rows, Session, Statement, arg};
+use crate::savepoint::isolated;
+use crate::spi::{self, Prepared, Rows, Session, Statement, arg};
 use crate::state::declare::json_text;
 use crate::state::plans;
 use crate::values::RawJsonb;
@@ -100,14 +101,30 @@ pub fn of(session: &Session, relation: pg_sys::Oid) -> Option<Rc<Projected>> {
         return None;
     }
     let plans = plans::of(session, relation);
-    let fingerprint = (0..rows.len()).map(|row| rows.must::<String>(row, 5)).collect::<String>();
-    let known = KEPT.with_borrow(|kept| kept.get(&relation.to_u32()).cloned());
-    if let Some(known) = known.filter(|known| known.fingerprint == fingerprint && Rc::ptr_eq(&known.plans, &plans)) {
+    let fingerprint = fingerprint(&rows);
+    if let Some(known) = known(relation, &fingerprint, &plans) {
         return Some(known);
     }
     let made = Rc::new(Projected::compile(session, &rows, plans, fingerprint));
     KEPT.with_borrow_mut(|kept| kept.insert(relation.to_u32(), Rc::clone(&made)));
     Some(made)
+}
+
+/// As [`of`], for who records: a declaration that does not fit its table any more is told, and not raised.
+pub fn fitting(session: &Session, relation: pg_sys::Oid) -> Result<Option<Rc<Projected>>, (PgSqlErrorCode, String)> {
+    // Who finds all compiled needs no subtransaction.
+    let rows = session.run_latest(&OF_TABLE, &[arg(relation)]);
+    let known = plans::kept(relation).and_then(|plans| known(relation, &fingerprint(&rows), &plans));
+    if known.is_some() { Ok(known) } else { isolated(|| spi::connect(|session| of(session, relation))) }
+}
+
+fn fingerprint(rows: &Rows) -> String {
+    (0..rows.len()).map(|row| rows.must::<String>(row, 5)).collect()
+}
+
+fn known(relation: pg_sys::Oid, fingerprint: &str, plans: &Rc<plans::Plans>) -> Option<Rc<Projected>> {
+    let known = KEPT.with_borrow(|kept| kept.get(&relation.to_u32()).cloned());
+    known.filter(|known| known.fingerprint == fingerprint && Rc::ptr_eq(&known.plans, plans))
 }
 
 /// The projections of a table; an error where it has none.
@@ -132,8 +149,11 @@ impl Projected {
             let map = json_text(session, rows.must::<RawJsonb>(row, 3));
             let columns = match map::parse(&map, &fields, &FIELDS) {
                 Ok(columns) => columns,
-                Err(refusal) => raise(refusal, &format!("projection \"{}\" of {}", rows.must::<String>(row, 1), relation.qualified)),
+                Err(refusal) => misfit(&rows.must::<String>(row, 1), &relation, refusal.column, &refusal.message),
             };
+            if let Some(lacking) = lacks_key(&relation, &columns) {
+                misfit(&rows.must::<String>(row, 1), &relation, false, &format!("it says nothing of \"{lacking}\", a column of the primary key"));
+            }
             projections.push(Projection { types: given(rows.must(row, 2)), map, columns, kind: number_of(&rows.must::<String>(row, 4)) });
         }
         let mut types: Vec<String> = projections.iter().flat_map(|projection| projection.types.clone()).collect();
@@ -218,6 +238,14 @@ pub fn unknown(kind: &str, name: &str, known: &Rows, hint: &str) -> ! {
 pub fn raise(refusal: map::Refusal, what: &str) -> ! {
     let code = if refusal.column { PgSqlErrorCode::ERRCODE_UNDEFINED_COLUMN } else { PgSqlErrorCode::ERRCODE_INVALID_PARAMETER_VALUE };
     Fault::new(code, format!("argument \"columns\": {}", refusal.message)).detail(format!("It is for {what}.")).hint(refusal.hint).raise()
+}
+
+/// A projection was declared for the table as it was before.
+fn misfit(name: &str, relation: &Relation, column: bool, message: &str) -> ! {
+    let code = if column { PgSqlErrorCode::ERRCODE_UNDEFINED_COLUMN } else { PgSqlErrorCode::ERRCODE_INVALID_PARAMETER_VALUE };
+    Fault::new(code, format!("projection \"{name}\" no longer fits {}: {message}", relation.qualified))
+        .hint("The table was altered after it was declared: undo that and run stint.rebuild(…), or drop the projection and declare it anew with replace_rows => true.")
+        .raise()
 }
 
 /// Whether every column of the key is in a map.

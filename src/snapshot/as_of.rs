@@ -15,11 +15,20 @@ use crate::spi::{Identity, Session, Statement, arg, connect};
 use pgrx::prelude::*;
 use std::cell::Cell;
 
-/// The body of the function of a name, in a schema; of the present one only, since one that somebody made is not ours to replace.
-static BODY: Statement = Statement::new(
-    c"SELECT p.prosrc, pg_get_function_identity_arguments(p.oid) = 'tag text, pos bigint, at timestamp with time zone'
-      FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace WHERE n.nspname = $1 AND p.proname = $2",
+/// Whether a schema has a function of a name.
+static TAKEN: Statement = Statement::new(
+    c"SELECT EXISTS (SELECT FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace WHERE n.nspname = $1 AND p.proname = $2)",
     &[pg_sys::TEXTOID, pg_sys::TEXTOID],
+);
+/// A table's as-of function, told by the rows it returns and by its body, since it may have been renamed, as may the table: its schema, name and body, whether
+/// its name is that which it got from the table as the body calls it, and whether it is in that table's schema.
+static MADE: Statement = Statement::new(
+    c"SELECT n.nspname::text, p.proname::text, p.prosrc, p.proname = t.named[2] || '_as_of', n.nspname = t.named[1]
+      FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace JOIN pg_class c ON c.reltype = p.prorettype
+           CROSS JOIN LATERAL (SELECT parse_ident(substring(p.prosrc FROM 'stint.point_is_kept\\(NULL::(.*), \\$1, \\$2, \\$3\\)\n$')) AS named) t
+      WHERE c.oid = $1 AND pg_get_function_identity_arguments(p.oid) = 'tag text, pos bigint, at timestamp with time zone' AND t.named IS NOT NULL
+      ORDER BY 4 DESC, p.oid LIMIT 1",
+    &[pg_sys::OIDOID],
 );
 /// State tables with a primary key, whose as-of functions may have to be made anew.
 static CAPTURED: Statement = Statement::new(
@@ -42,24 +51,23 @@ static KEYS: Statement = Statement::new(
     &[pg_sys::OIDOID],
 );
 
+/// PostgreSQL's NAMEDATALEN − 1; it would cut a longer name short without an error.
+const LONGEST: usize = 63;
+
 fn function_name(relation: &Relation) -> String {
-    let name = format!("{}_as_of", relation.name);
-    // PostgreSQL's NAMEDATALEN − 1; it would cut the name short without an error.
-    if name.len() > 63 {
-        Fault::new(PgSqlErrorCode::ERRCODE_NAME_TOO_LONG, format!("{} cannot be a state table: its name is too long", relation.qualified))
-            .detail(format!("The function \"{name}\" would have a name of more than 63 bytes."))
-            .hint("Rename the table to at most 57 bytes.")
-            .raise();
-    }
-    name
+    format!("{}_as_of", relation.name)
 }
 
 fn quote_name(name: &str) -> String {
     format!("\"{}\"", name.replace('"', "\"\""))
 }
 
-fn full_name(relation: &Relation, name: &str) -> String {
-    format!("{}.{}", quote_name(&relation.schema), quote_name(name))
+fn full_name(schema: &str, name: &str) -> String {
+    format!("{}.{}", quote_name(schema), quote_name(name))
+}
+
+fn is_taken(session: &Session, schema: &str, name: &str) -> bool {
+    session.run(&TAKEN, &[arg(schema), arg(name)]).must(0, 1)
 }
 
 /// The body; `None` where the key is not the one whose deleted values were gathered.
@@ -107,22 +115,19 @@ fn body(session: &Session, relation: &Relation) -> Option<String> {
 pub fn install(session: &Session, relation: &Relation) {
     let _owner = Identity::owner();
     let name = function_name(relation);
-    if !session.run(&BODY, &[arg(relation.schema.clone()), arg(name.clone())]).is_empty() {
+    if name.len() > LONGEST {
+        Fault::new(PgSqlErrorCode::ERRCODE_NAME_TOO_LONG, format!("{} cannot be a state table: its name is too long", relation.qualified))
+            .detail(format!("The function \"{name}\" would have a name of more than 63 bytes."))
+            .hint("Rename the table to at most 57 bytes.")
+            .raise();
+    }
+    if is_taken(session, &relation.schema, &name) {
         errors::exists("function", &format!("{}.{name}", relation.schema), "Rename or drop it: create_state makes a function of that name.")
     }
     let Some(body) = body(session, relation) else { errors::internal("the keys of deleted rows are not those of the table") };
-    let function = full_name(relation, &name);
-    let table = &relation.qualified;
+    let function = full_name(&relation.schema, &name);
     create(session, relation, &function, &body);
-    session.execute_once(&format!(
-        "COMMENT ON FUNCTION {function} IS {}",
-        quote(&format!(
-            "The rows of {table} as a reader saw them at a tag, at a position of the changelog, or at the last tick by a time (give one of the three). Conditions on the key use indexes. \
-             Needs SELECT on the table, USAGE on the schema stint and EXECUTE on stint.row_as_of, stint.point_is_kept and stint.image."
-        ))
-    ));
-    // So that DROP EXTENSION leaves no function behind that cannot work, and that stands in the way of the next create_state.
-    session.execute_once(&format!("ALTER FUNCTION {function} DEPENDS ON EXTENSION pg_stint"));
+    comment(session, relation, &function);
     session.execute_once(&format!("ALTER FUNCTION {function} OWNER TO {}", owner_name(relation)));
 }
 
@@ -132,6 +137,19 @@ fn create(session: &Session, relation: &Relation, function: &str, body: &str) {
         relation.qualified,
         quote(body)
     ));
+    // So that DROP EXTENSION leaves no function behind that cannot work, and that stands in the way of the next create_state. Replacing it forgets this.
+    session.execute_once(&format!("ALTER FUNCTION {function} DEPENDS ON EXTENSION pg_stint"));
+}
+
+fn comment(session: &Session, relation: &Relation, function: &str) {
+    session.execute_once(&format!(
+        "COMMENT ON FUNCTION {function} IS {}",
+        quote(&format!(
+            "The rows of {} as a reader saw them at a tag, at a position of the changelog, or at the last tick by a time (give one of the three). Conditions on the key use indexes. \
+             Needs SELECT on the table, USAGE on the schema stint and EXECUTE on stint.row_as_of, stint.point_is_kept and stint.image.",
+            relation.qualified
+        ))
+    ));
 }
 
 fn owner_name(relation: &Relation) -> String {
@@ -140,11 +158,14 @@ fn owner_name(relation: &Relation) -> String {
     quote_name(&name.to_string_lossy())
 }
 
-/// Drops `<table>_as_of`; called by `drop_state`.
+/// Drops the table's as-of function, whatever its name; called by `drop_state`.
 pub fn remove(session: &Session, relation: &Relation) {
     let _owner = Identity::owner();
-    let function = full_name(relation, &function_name(relation));
-    session.execute_once(&format!("DROP FUNCTION IF EXISTS {function}(text, bigint, timestamptz)"));
+    let made = session.run(&MADE, &[arg(relation.oid)]);
+    if !made.is_empty() {
+        let function = full_name(&made.must::<String>(0, 1), &made.must::<String>(0, 2));
+        session.execute_once(&format!("DROP FUNCTION {function}(text, bigint, timestamptz)"));
+    }
 }
 
 thread_local! {
@@ -203,14 +224,42 @@ pub fn refresh_all(session: &Session) {
 fn refresh(session: &Session, table: pg_sys::Oid) {
     let relation = Relation::load_unfit(session, table);
     gone::grant(session, table);
-    let name = format!("{}_as_of", relation.name);
-    let present = session.run(&BODY, &[arg(relation.schema.clone()), arg(name.clone())]);
-    if present.len() != 1 || !present.must::<bool>(0, 2) {
-        return; // renamed together with its table, or not ours
+    let made = session.run(&MADE, &[arg(table)]);
+    if made.is_empty() {
+        return; // dropped, or somebody's own
     }
-    if let Some(body) = body(session, &relation)
-        && present.must::<String>(0, 1) != body
+    let Some(body) = body(session, &relation) else { return };
+    if made.must::<String>(0, 3) == body {
+        return;
+    }
+    let (schema, name): (String, String) = (made.must(0, 1), made.must(0, 2));
+    // A name or a schema that somebody gave it is left to it.
+    let to_name = if made.must(0, 4) { function_name(&relation) } else { name.clone() };
+    let to_schema = if made.must(0, 5) { relation.schema.clone() } else { schema.clone() };
+    let function = full_name(&to_schema, &to_name);
+    if moved(session, (&schema, &name), (&to_schema, &to_name)) {
+        comment(session, &relation, &function);
+        create(session, &relation, &function, &body);
+    } else {
+        create(session, &relation, &full_name(&schema, &name), &body);
+    }
+}
+
+/// Gives the function another schema and name; answers false where it has them already, or cannot have them.
+fn moved(session: &Session, (schema, name): (&str, &str), (to_schema, to_name): (&str, &str)) -> bool {
+    let (rename, place) = (name != to_name, schema != to_schema);
+    if !(rename || place)
+        || to_name.len() > LONGEST
+        || is_taken(session, to_schema, to_name)
+        || (rename && place && is_taken(session, schema, to_name))
     {
-        create(session, &relation, &full_name(&relation, &name), &body);
+        return false;
     }
+    if rename {
+        session.execute_once(&format!("ALTER FUNCTION {} RENAME TO {}", full_name(schema, name), quote_name(to_name)));
+    }
+    if place {
+        session.execute_once(&format!("ALTER FUNCTION {} SET SCHEMA {}", full_name(schema, to_name), quote_name(to_schema)));
+    }
+    true
 }

@@ -187,12 +187,15 @@ thread_local! {
     static LISTENING: Cell<bool> = const { Cell::new(false) };
 }
 
+/// The table's plans as far as they are compiled and not stale.
+pub fn kept(oid: pg_sys::Oid) -> Option<Rc<Plans>> {
+    KEPT.with(|kept| kept.borrow().get(&oid).cloned()).filter(|plans| !plans.stale.get())
+}
+
 /// The table's plans, compiled if there are none or they are stale.
 pub fn of(session: &Session, oid: pg_sys::Oid) -> Rc<Plans> {
     listen();
-    if let Some(plans) = KEPT.with(|kept| kept.borrow().get(&oid).cloned())
-        && !plans.stale.get()
-    {
+    if let Some(plans) = kept(oid) {
         return plans;
     }
     KEPT.with(|kept| kept.borrow_mut().remove(&oid));

@@ -292,3 +292,52 @@ def test_a_table_that_was_dropped_keeps_nobody_from_recording(conn, freshness):
     fold_all(conn)
     assert goods(conn, "sku, qty::int") == [("a", 2)]
     verified(conn)
+
+
+@pytest.mark.parametrize("altered", ["RENAME COLUMN qty TO amount", "DROP COLUMN qty", "RENAME COLUMN sku TO code"])
+@pytest.mark.parametrize("freshness", ["0", "1 hour"])
+def test_a_column_that_went_keeps_nobody_from_recording(conn, connect, freshness, altered):
+    declare(conn, freshness=freshness)
+    other = connect()
+    record(other, sku="a", qty=1, note="x")
+    fold_all(conn)
+    conn.execute(f"ALTER TABLE goods {altered}")
+    seq = record(other, sku="a", qty=2, note="y")
+    event = {"source": "s", "type": "stock", "payload": {"sku": "b", "qty": 3, "note": "z"}}
+    call(conn, "record_many", events=json.dumps([event, {**event, "type": "unprojected"}]))
+    if freshness == "0":
+        aside = rows(conn, "SELECT seq, reason FROM stint.poisoned_events ORDER BY seq")
+        assert [row.seq for row in aside] == [seq, seq + 1]
+        assert all('projection "p" no longer fits' in row.reason for row in aside)
+        assert value(conn, "SELECT held_up_by FROM stint.freshness").startswith("2 poisoned events")
+    assert value(conn, "SELECT count(*) FROM goods WHERE note = 'x'") == 1
+    with pytest.raises(psycopg.Error, match='projection "p" no longer fits'):
+        call(conn, "rebuild", relation="goods")
+    call(conn, "drop_projection", name="p")
+    key = "code" if "sku" in altered else "sku"
+    project(conn, columns={key: "payload.sku", "note": "payload.note"}, freshness=freshness, replace_rows=True)
+    fold_all(conn)
+    assert goods(conn, f"{key}, note") == [("a", "y"), ("b", "z")]
+    assert rows(conn, "SELECT * FROM stint.poisoned_events") == []
+    verified(conn)
+
+
+def test_a_column_that_comes_back_brings_what_was_set_aside(conn):
+    declare(conn)
+    conn.execute("ALTER TABLE goods RENAME COLUMN qty TO amount")
+    record(conn, sku="a", qty=2)
+    assert goods(conn, "sku") == []
+    conn.execute("ALTER TABLE goods RENAME COLUMN amount TO qty")
+    record(conn, sku="b", qty=3)
+    assert goods(conn, "sku, qty::int") == [("b", 3)]
+    call(conn, "rebuild", relation="goods")
+    assert goods(conn, "sku, qty::int") == [("a", 2), ("b", 3)]
+    verified(conn)
+
+
+def test_a_projection_that_refuses_says_that_it_no_longer_fits(conn):
+    declare(conn, on_error="refuse")
+    conn.execute("ALTER TABLE goods DROP COLUMN qty")
+    with pytest.raises(psycopg.errors.UndefinedColumn, match='projection "p" no longer fits'):
+        record(conn, sku="a", qty=1)
+    assert value(conn, "SELECT count(*) FROM stint.record_events") == 0

@@ -341,6 +341,36 @@ def test_as_of_follows_the_columns_and_the_grants_of_its_table(conn):
         conn.execute(f"DROP ROLE {role}")
 
 
+@pytest.mark.parametrize(
+    ("rename", "schema", "table", "function"),
+    [
+        ("ALTER TABLE shop.goods RENAME TO \"Ware s\"", "shop", '"Ware s"', '"Ware s_as_of"'),
+        ("ALTER SCHEMA shop RENAME TO \"Sto.re\"", '"Sto.re"', "goods", "goods_as_of"),
+        ("ALTER TABLE shop.goods SET SCHEMA other", "other", "goods", "goods_as_of"),
+        ("ALTER SCHEMA shop RENAME TO a; ALTER TABLE a.goods RENAME TO b; ALTER TABLE a.b SET SCHEMA other", "other", "b", "b_as_of"),
+        # Where the new name is taken or too long, the function keeps its own; and one that was renamed on purpose keeps that.
+        (f"ALTER TABLE shop.goods RENAME TO {'t' * 60}", "shop", "t" * 60, "goods_as_of"),
+        ("CREATE FUNCTION shop.b_as_of() RETURNS int LANGUAGE sql AS 'SELECT 1'; ALTER TABLE shop.goods RENAME TO b", "shop", "b", "goods_as_of"),
+        ("ALTER FUNCTION shop.goods_as_of RENAME TO past; ALTER TABLE shop.goods RENAME TO b", "shop", "b", "past"),
+    ],
+)
+def test_as_of_follows_its_table_to_another_name_or_schema(conn, rename, schema, table, function):
+    conn.execute("CREATE SCHEMA shop; CREATE SCHEMA other; CREATE TABLE shop.goods (id int PRIMARY KEY, qty int)")
+    conn.execute("SELECT stint.create_state('shop.goods', 'deduplicate')")
+    conn.execute("INSERT INTO shop.goods VALUES (1, 1), (2, 2)")
+    conn.execute("SELECT stint.tag('t')")
+    conn.execute("UPDATE shop.goods SET qty = 9 WHERE id = 1; DELETE FROM shop.goods WHERE id = 2")
+    made = "SELECT count(*), min(d.deptype::text) FROM pg_proc p LEFT JOIN pg_depend d ON d.objid = p.oid AND d.deptype = 'x' WHERE p.proretset AND p.prosrc LIKE '%row_as_of(l.%'"
+    for statement in rename.split("; "):
+        conn.execute(statement)
+    assert conn.execute(made).fetchone() == (1, "x")
+    assert conn.execute(f"SELECT id, qty FROM {schema}.{function}('t') ORDER BY id").fetchall() == [(1, 1), (2, 2)]
+    conn.execute(f"ALTER TABLE {schema}.{table} ADD COLUMN extra int")
+    assert conn.execute(f"SELECT id, qty, extra FROM {schema}.{function}('t') ORDER BY id").fetchall() == [(1, 1, None), (2, 2, None)]
+    conn.execute("SELECT stint.drop_state(%s)", (f"{schema}.{table}",))
+    assert conn.execute(made).fetchone() == (0, None)
+
+
 @pytest.mark.parametrize("table", ["", " PARTITION BY HASH (id); CREATE TABLE part PARTITION OF goods FOR VALUES WITH (MODULUS 1, REMAINDER 0)"])
 def test_columns_that_came_later_read_null_before_they_came(conn, table):
     """Whether a row changed since, when it changed, and how often the column was renamed; PostgreSQL fills the default in where no change tells of it."""
