@@ -6,7 +6,7 @@
 
 use super::capture::{self, Event};
 use crate::errors::Fault;
-use crate::spi::{self, Identity, Session, Statement, arg};
+use crate::spi::{self, Identity, Prepared, Session, Statement, arg};
 use pgrx::PgList;
 use pgrx::prelude::*;
 
@@ -22,6 +22,11 @@ static OWNED: Statement = Statement::new(
     c"SELECT format('%I.%I', n.nspname, c.relname), pg_has_role($2, c.relowner, 'USAGE'), pg_has_role($2, n.nspowner, 'USAGE')
       FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = $1",
     &[pg_sys::OIDOID, pg_sys::OIDOID],
+);
+static PROJECTIONS: Statement = Statement::new(
+    c"SELECT pg_catalog.string_agg(pg_catalog.quote_ident(c.name), ', ' ORDER BY c.name) FROM stint.projection_config c
+      WHERE c.relation OPERATOR(pg_catalog.=) $1",
+    &[pg_sys::OIDOID],
 );
 static PARENT: Statement = Statement::new(c"SELECT i.inhparent FROM pg_inherits i WHERE i.inhrelid = $1", &[pg_sys::OIDOID]);
 
@@ -229,6 +234,9 @@ fn leave(child: pg_sys::Oid, how: Leaves) -> bool {
         // In the order in which the statement itself will take them.
         session.execute_once(&format!("LOCK TABLE ONLY {parent} IN ACCESS EXCLUSIVE MODE"));
         session.execute_once(&format!("LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE"));
+        if let Some(table) = capture::name_of(session, root) {
+            refuse_projected(session, root, &table, &name, if how == Leaves::Dropped { "drop" } else { "detach" });
+        }
         each(session, child, |member| capture::whole(session, root, &member.name, Event::Truncate));
         true
     })
@@ -249,6 +257,9 @@ fn joined(parent: pg_sys::Oid, child: pg_sys::Oid, rows: bool) {
             return;
         };
         let Some(name) = capture::name_of(session, root) else { return };
+        if rows && let Some(partition) = capture::name_of(session, child) {
+            refuse_projected(session, root, &name, &partition, "attach");
+        }
         each(session, child, |member| {
             check(member, &name);
             capture::create_triggers(session, &member.name, true);
@@ -257,6 +268,27 @@ fn joined(parent: pg_sys::Oid, child: pg_sys::Oid, rows: bool) {
             }
         });
     });
+}
+
+/// Refuses a partition with rows that joins or leaves a projected table, which would be the fold of the record no more. The partition is locked.
+fn refuse_projected(session: &Session, root: pg_sys::Oid, table: &str, partition: &str, what: &str) {
+    let Some(projections) = session.run_latest(&PROJECTIONS, &[arg(root)]).get::<String>(0, 1) else { return };
+    let filled = Prepared::new(&format!("SELECT EXISTS (SELECT FROM {partition})"), &[]);
+    if !session.run_prepared_latest(&filled, &[]).must::<bool>(0, 1) {
+        return;
+    }
+    let hint = if what == "attach" {
+        "Attach it empty and record events for its rows; or run stint.drop_projection(…) first, and after projecting anew stint.rebuild(…)."
+    } else {
+        "Delete its rows by events first, or run stint.drop_projection(…)."
+    };
+    Fault::new(
+        PgSqlErrorCode::ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE,
+        format!("cannot {what} {partition}: it has rows, and {table} is projected from the record"),
+    )
+    .detail(format!("Its projections are {projections}."))
+    .hint(hint)
+    .raise()
 }
 
 /// A table and its partitions; also one that is no partition any more.

@@ -11,6 +11,7 @@ use crate::relation::Relation;
 use crate::shmem;
 use crate::spi::{self, Identity, Moment, Prepared, Session, Statement, arg};
 use crate::state::declare::describe;
+use crate::state::deferred;
 use crate::state::rights;
 use crate::values::RawJsonb;
 use pgrx::prelude::*;
@@ -138,14 +139,13 @@ pub fn run(session: &Session, projected: &Projected, retry: bool) -> Counts {
     }
     drop(moment);
     let compare = Compare::new(session, relation, &shadow.name);
-    let written = {
-        let _restricted = Identity::restricted(relation.owner);
+    let written = deferred::checked_at_once(session, relation, || {
         if let Some((shadow, live)) = &shadow.tombstones {
             session.execute_once(&format!("DELETE FROM {live}"));
             session.execute_once(&format!("INSERT INTO {live} SELECT * FROM {shadow}"));
         }
         session.run_prepared_latest(&Prepared::new(&compare.write(), &[]), &[])
-    };
+    });
     let counts = Counts {
         events: shadow.events,
         inserted: written.must(0, 1),

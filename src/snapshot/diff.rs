@@ -48,7 +48,12 @@ fn diff(
     let since = match (since_tag, since_pos) {
         (Some(tag), None) => Name::Tag(tag),
         (None, Some(pos)) => Name::Pos(pos),
-        _ => errors::invalid("one of the arguments \"since_tag\" and \"since_pos\" must be given", "Name the earlier point by one of them."),
+        (Some(_), Some(_)) => {
+            errors::invalid("only one of the arguments \"since_tag\" and \"since_pos\" may be given", "Name the earlier point by one of them.")
+        }
+        (None, None) => {
+            errors::invalid("one of the arguments \"since_tag\" and \"since_pos\" must be given", "Name the earlier point by one of them.")
+        }
     };
     let until = match (until_tag, until_pos) {
         (None, None) => None,

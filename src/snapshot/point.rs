@@ -60,10 +60,11 @@ pub fn named(tag: Option<String>, pos: Option<i64>, at: Option<Instant>) -> Name
         (Some(tag), None, None) => Name::Tag(tag),
         (None, Some(pos), None) => Name::Pos(pos),
         (None, None, Some(at)) => Name::At(at.0),
-        _ => errors::invalid(
+        (None, None, None) => errors::invalid(
             "one of the arguments \"tag\", \"pos\" and \"at\" must be given",
             "Write tag => 'name', pos => number or at => timestamp.",
         ),
+        _ => errors::invalid("only one of the arguments \"tag\", \"pos\" and \"at\" may be given", "Name the point by one of them."),
     }
 }
 

@@ -1,7 +1,7 @@
 //! `merge`: rows meet a state table as its declaration says. The values are read, compared and written by PostgreSQL; nothing here opens them.
 
 use super::plans::{self, After, Lazy, Plans, Steps};
-use super::{feed, rights, rounds};
+use super::{deferred, feed, rights, rounds};
 use crate::errors::{self, Fault};
 use crate::guc;
 use crate::spi::{self, Identity, Session, arg};
@@ -62,7 +62,7 @@ fn merge(
         let Some(rowkind) = &plans.rowkind else {
             check_rights(&plans, identity.caller(), kind);
             let length = check_shape(&plans, rows);
-            return as_owner(&plans, || apply(session, &plans, kind, rows, length));
+            return as_owner(session, &plans, || apply(session, &plans, kind, rows, length));
         };
         let length = check_shape(&plans, rows);
         let kinds = rounds::kinds_of_rows(session, &plans.relation, rows, rowkind, kind);
@@ -86,7 +86,7 @@ pub fn fold(session: &Session, relation: pg_sys::Oid, rows: RawJsonb, kinds: &[K
 
 /// The one kind of most batches takes the short way.
 fn write(session: &Session, plans: &Plans, rows: RawJsonb, kinds: &[Kind], length: i32) -> Counts {
-    as_owner(plans, || match kinds {
+    as_owner(session, plans, || match kinds {
         [] => Counts::default(),
         [first, others @ ..] if others.iter().all(|kind| kind == first) => apply(session, plans, *first, rows, length),
         _ => rounds::runs(session, plans, rows, kinds),
@@ -94,7 +94,10 @@ fn write(session: &Session, plans: &Plans, rows: RawJsonb, kinds: &[Kind], lengt
 }
 
 /// The table carries its owner's triggers, domains and indexes: what writes it runs as that role, with that role's rights.
-fn as_owner<R>(plans: &Plans, work: impl FnOnce() -> R) -> R {
+fn as_owner<R>(session: &Session, plans: &Plans, work: impl FnOnce() -> R) -> R {
+    if plans.defers {
+        return deferred::checked_at_once(session, &plans.relation, || explained(plans, work));
+    }
     let _restricted = Identity::restricted(plans.relation.owner);
     explained(plans, work)
 }

@@ -3,6 +3,7 @@
 mod alter;
 mod config;
 pub mod declare;
+pub mod deferred;
 mod dropped;
 mod feed;
 mod history;

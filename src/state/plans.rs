@@ -3,7 +3,7 @@
 
 use super::config::Config;
 use super::declare::{check_again, describe, not_declared};
-use super::feed;
+use super::{deferred, feed};
 use crate::relation::{self, Relation};
 use crate::spi::{Prepared, Session, Statement, arg};
 use pgrx::prelude::*;
@@ -130,6 +130,8 @@ pub struct Plans {
     pub lock_table: String,
     /// The projections that feed the table; with any, nothing else does.
     pub projections: Vec<String>,
+    /// Whether it has deferrable constraints.
+    pub defers: bool,
     upsert: Steps,
     delete: Steps,
     retract: Steps,
@@ -176,6 +178,7 @@ impl Plans {
             delete: steps(Kind::Delete),
             retract: steps(Kind::Retract),
             projections: feed::names_of(session, oid),
+            defers: deferred::any(session, oid),
             stale: Cell::new(false),
             relation,
         }

@@ -52,6 +52,7 @@ def test_poisoned_events_make_a_table_not_fresh_until_they_are_skipped(conn):
     with pytest.raises(psycopg.Error, match="not fresh") as error:
         call(conn, "require_fresh", relation="goods")
     assert f"number {seq}" in error.value.diag.message_detail
+    assert "poisoned events that are not part of it: 1" in error.value.diag.message_primary and "skip_event" in error.value.diag.message_hint
     assert value(conn, "SELECT NOT ok AND detail LIKE '%%poisoned%%' FROM stint.doctor() WHERE \"check\" = 'projected tables are fresh'")
     call(conn, "skip_event", relation="goods", seq=seq)
     assert fresh(conn).ok and value(conn, "SELECT stint.require_fresh('goods') = '0'")

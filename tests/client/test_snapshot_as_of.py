@@ -219,6 +219,11 @@ def test_as_of_agrees_with_the_rows_its_query_sees(connect):
 def test_as_of_is_made_for_the_owner_and_dropped_with_the_declaration(conn):
     conn.execute("CREATE TABLE goods (id int PRIMARY KEY)")
     conn.execute("SELECT stint.create_state('goods', 'deduplicate')")
+    for points, says in ("'a', 1", "only one of the arguments"), ("", "one of the arguments .* must be given"):
+        with pytest.raises(psycopg.errors.InvalidParameterValue, match=says):
+            conn.execute(f"SELECT * FROM goods_as_of({points})")
+    with pytest.raises(psycopg.errors.InvalidParameterValue, match="only one of the arguments"):
+        conn.execute("SELECT * FROM stint.diff('goods', since_tag => 'a', since_pos => 1)")
     conn.execute("SELECT stint.drop_state('goods')")
     with pytest.raises(psycopg.errors.UndefinedFunction):
         conn.execute("SELECT * FROM goods_as_of(pos => 0)")

@@ -2,6 +2,7 @@
 
 import json
 
+import psycopg.errors
 import pytest
 from stint import call, rows, value
 
@@ -118,3 +119,24 @@ def test_a_watch_fires_for_what_is_written_to_a_partition(conn):
     assert tasks() == 3, "no part of the table"
     conn.execute("ALTER TABLE goods ATTACH PARTITION north FOR VALUES IN ('n')")
     assert tasks() == 4, "it came with a row that is low"
+
+
+def test_a_partition_with_rows_neither_joins_nor_leaves_a_projected_table(conn):
+    conn.execute(LIST)
+    conn.execute("SELECT stint.create_state('goods', 'deduplicate')")
+    call(conn, "create_projection", name="p", relation="goods", types=["stock"], columns=json.dumps(MAP))
+    call(conn, "record", source="s", type="stock", payload=json.dumps({"region": "n", "id": 1}))
+    conn.execute("CREATE TABLE west (LIKE goods); INSERT INTO west VALUES ('w', 1)")
+    attach, detach, drop = "ALTER TABLE goods ATTACH PARTITION west FOR VALUES IN ('w')", "ALTER TABLE goods DETACH PARTITION north", "DROP TABLE north"
+    logged = value(conn, "SELECT count(*) FROM stint.change_log")
+    for statement, partition in (attach, "west"), (detach, "north"), (drop, "north"):
+        with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match=f"public.{partition}: it has rows, and public.goods is projected") as error:
+            conn.execute(statement)
+        assert error.value.diag.message_detail == "Its projections are p." and "drop_projection" in error.value.diag.message_hint
+    assert value(conn, "SELECT count(*) FROM stint.change_log") == logged and rows(conn, "SELECT * FROM stint.verify('goods')") == []
+    conn.execute("DELETE FROM west")
+    for statement in attach, "ALTER TABLE goods DETACH PARTITION south", "DROP TABLE west":
+        conn.execute(statement)
+    assert rows(conn, "SELECT * FROM stint.verify('goods')") == []
+    call(conn, "drop_projection", name="p")
+    conn.execute(detach)

@@ -331,3 +331,58 @@ def test_a_batch_in_one_row_tells_what_became_of_it(conn):
     assert [one(s=2, a=1), one(s=1, a=2), one(s=1, a=2, free=3), one(free=3), one(a=7)] == [
         (1, 0, 0, 0, 0), (0, 0, 0, 0, 1), (0, 1, 0, 0, 0), (0, 0, 0, 1, 0), (0, 0, 0, 1, 0),
     ]  # fmt: skip
+
+
+DEFERRED = """
+    CREATE TABLE country (code text PRIMARY KEY); INSERT INTO country VALUES ('x');
+    CREATE FUNCTION odd() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+        IF NEW.n = 13 THEN RAISE EXCEPTION 'no 13' USING ERRCODE = '23514'; END IF; RETURN NULL; END $$;
+    CREATE TABLE t (id int PRIMARY KEY, code text CONSTRAINT of_country REFERENCES country DEFERRABLE INITIALLY DEFERRED,
+                    n int CONSTRAINT one_n UNIQUE DEFERRABLE);
+    CREATE CONSTRAINT TRIGGER no_13 AFTER INSERT OR UPDATE ON t DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION odd();
+"""
+
+
+@pytest.mark.parametrize("before", ["SELECT 1", "SET CONSTRAINTS ALL DEFERRED"])
+def test_what_a_table_defers_is_checked_by_the_merge(conn, before):
+    declare(conn, DEFERRED, "t")
+    for row, sqlstate, says in ({"code": "later"}, "23503", "of_country"), ({"n": 1}, "23505", "one_n"), ({"n": 13}, "23514", "no 13"):
+        conn.execute("BEGIN; " + before)
+        assert merge(conn, "t", [{"id": 1, "code": "x", "n": 1}]) == (1, 0, 0, 0, 0)
+        with pytest.raises(psycopg.Error, match=says) as error:
+            merge(conn, "t", [{"id": 2} | row, {"id": 3}])
+        assert error.value.sqlstate == sqlstate
+        conn.execute("ROLLBACK")
+    with conn.transaction():
+        conn.execute(before)
+        assert merge(conn, "t", [{"id": 1, "code": "x", "n": 1}, {"id": 2, "n": 2}]) == (2, 0, 0, 0, 0)
+        conn.execute("INSERT INTO t VALUES (3, 'later', 3)")
+        conn.execute("INSERT INTO country VALUES ('later')")
+    conn.execute("BEGIN; INSERT INTO t VALUES (4, 'never', 4)")
+    with pytest.raises(psycopg.errors.ForeignKeyViolation, match="of_country"):
+        merge(conn, "t", [{"id": 1, "code": "x", "n": 9}])
+    conn.execute("ROLLBACK")
+    assert rows_of(conn, "t") == [[1, "x", 1], [2, None, 2], [3, "later", 3]]
+
+
+def test_a_namesake_of_what_a_table_defers_is_not_run_for_its_owner(conn):
+    declare(conn, DEFERRED, "t")
+    conn.execute("CREATE TABLE other (n int)")
+    conn.execute("CREATE CONSTRAINT TRIGGER no_13 AFTER INSERT ON other DEFERRABLE FOR EACH ROW EXECUTE FUNCTION odd()")
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="public.t") as error:
+        merge(conn, "t", [{"id": 1}])
+    assert "public.no_13 of " in error.value.diag.message_detail and "other" in error.value.diag.message_detail
+    conn.execute("DROP TABLE other")
+    assert merge(conn, "t", [{"id": 1}]) == (1, 0, 0, 0, 0)
+
+
+def test_a_projection_into_a_table_that_defers_checks_at_once(conn):
+    declare(conn, DEFERRED, "t")
+    columns = {"id": "payload.id", "code": "payload.code"}
+    conn.execute("SELECT stint.create_projection(name => 'p', relation => 't', types => '{e}', columns => %s)", (json.dumps(columns),))
+    for row in {"id": 1, "code": "x"}, {"id": 2, "code": "nowhere"}:
+        conn.execute("SELECT stint.record(source => 's', type => 'e', payload => %s)", (json.dumps(row),))
+    assert rows_of(conn, "t") == [[1, "x", None]]
+    assert conn.execute("SELECT sqlstate FROM stint.poisoned_events").fetchall() == [("23503",)]
+    conn.execute("DELETE FROM t")
+    assert conn.execute("SELECT inserted FROM stint.rebuild('t')").fetchone() == (1,)
