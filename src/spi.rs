@@ -426,3 +426,37 @@ impl Drop for Identity {
         unsafe { pg_sys::SetUserIdAndSecContext(self.role, self.context) };
     }
 }
+
+/// While it lives, a search path on which nobody else has put anything: for statements that run outside the functions, which pin their own.
+pub struct PinnedPath(std::os::raw::c_int);
+
+impl PinnedPath {
+    /// Sets it for this block.
+    pub fn set() -> Self {
+        // SAFETY: PostgreSQL's own pair, undone in Drop and by an abort.
+        unsafe {
+            let level = pg_sys::NewGUCNestLevel();
+            pg_sys::set_config_option(
+                c"search_path".as_ptr(),
+                c"pg_catalog, pg_temp".as_ptr(),
+                pg_sys::GucContext::PGC_USERSET,
+                pg_sys::GucSource::PGC_S_SESSION,
+                pg_sys::GucAction::GUC_ACTION_SAVE,
+                true,
+                0,
+                false,
+            );
+            PinnedPath(level)
+        }
+    }
+}
+
+impl Drop for PinnedPath {
+    fn drop(&mut self) {
+        // After an error the abort of the transaction undoes it.
+        if !std::thread::panicking() {
+            // SAFETY: as in `set`.
+            unsafe { pg_sys::AtEOXact_GUC(true, self.0) };
+        }
+    }
+}

@@ -13,7 +13,7 @@ use crate::changelog::{capture, documents, epoch, images, watched};
 use crate::errors::{self, Fault};
 use crate::queue::enqueue;
 use crate::savepoint;
-use crate::spi::{Identity, Session, Statement, arg, connect};
+use crate::spi::{Identity, PinnedPath, Session, Statement, arg, connect};
 use crate::values::{Instant, RawJsonb};
 use pgrx::prelude::*;
 use std::collections::HashSet;
@@ -74,7 +74,7 @@ pub fn before_commit() {
 /// What statements need that a commit does not have: an active snapshot, memory that lasts until its end, and a search path on which nobody else has put anything.
 struct Surroundings {
     memory: pg_sys::MemoryContext,
-    settings: std::os::raw::c_int,
+    _path: PinnedPath,
 }
 
 impl Surroundings {
@@ -83,18 +83,7 @@ impl Surroundings {
         unsafe {
             let memory = pg_sys::MemoryContextSwitchTo(pg_sys::TopTransactionContext);
             pg_sys::PushActiveSnapshot(pg_sys::GetTransactionSnapshot());
-            let settings = pg_sys::NewGUCNestLevel();
-            pg_sys::set_config_option(
-                c"search_path".as_ptr(),
-                c"pg_catalog, pg_temp".as_ptr(),
-                pg_sys::GucContext::PGC_USERSET,
-                pg_sys::GucSource::PGC_S_SESSION,
-                pg_sys::GucAction::GUC_ACTION_SAVE,
-                true,
-                0,
-                false,
-            );
-            Surroundings { memory, settings }
+            Surroundings { memory, _path: PinnedPath::set() }
         }
     }
 }
@@ -105,7 +94,6 @@ impl Drop for Surroundings {
         if !std::thread::panicking() {
             // SAFETY: as in `set`.
             unsafe {
-                pg_sys::AtEOXact_GUC(true, self.settings);
                 pg_sys::PopActiveSnapshot();
                 pg_sys::MemoryContextSwitchTo(self.memory);
             }

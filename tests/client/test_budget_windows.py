@@ -67,7 +67,7 @@ def test_what_left_the_window_makes_room(conn):
     queue.fill(2)
     queue.complete(queue.one())
     assert queue.claim() == []
-    conn.execute("UPDATE stint.task_attempts SET started_at = started_at - interval '62 min', ended_at = ended_at - interval '62 min'")
+    conn.execute("UPDATE stint.task_attempts SET started_at = started_at - interval '64 min', ended_at = ended_at - interval '64 min'")
     call(conn, "alter_budget", name="b", per="61 min")
     assert window(conn) == (0, 0, 0)
     queue.one()

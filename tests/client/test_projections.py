@@ -287,7 +287,6 @@ def test_a_table_that_was_dropped_keeps_nobody_from_recording(conn, freshness):
     record(conn, sku="a", qty=1)
     conn.execute("DROP TABLE goods CASCADE")
     assert record(conn, sku="a", qty=2) > 0
-    call(conn, "drop_projection", name="p")
     declare(conn, freshness=freshness)
     fold_all(conn)
     assert goods(conn, "sku, qty::int") == [("a", 2)]

@@ -140,3 +140,25 @@ def test_a_partition_with_rows_neither_joins_nor_leaves_a_projected_table(conn):
     assert rows(conn, "SELECT * FROM stint.verify('goods')") == []
     call(conn, "drop_projection", name="p")
     conn.execute(detach)
+
+
+def test_partitions_come_and_go_without_running_what_a_search_path_offers(conn):
+    """The look-ups behind ATTACH, DETACH, CREATE and DROP run as the extension's owner: an operator of the caller's must not slip in."""
+    conn.execute("CREATE TABLE parted (id int PRIMARY KEY, v int) PARTITION BY RANGE (id)")
+    conn.execute("SELECT stint.create_state('parted', 'deduplicate')")
+    conn.execute("CREATE SCHEMA trap")
+    for type_name in ("oid", "text", "name", "\"char\""):
+        conn.execute(f"CREATE FUNCTION trap.eq({type_name}, {type_name}) RETURNS bool LANGUAGE plpgsql AS $$BEGIN RAISE 'ran'; END$$")
+        conn.execute(f"CREATE OPERATOR trap.= (LEFTARG = {type_name}, RIGHTARG = {type_name}, FUNCTION = trap.eq)")
+    conn.execute("SET search_path = trap, public, pg_catalog")
+    conn.execute("CREATE TABLE one PARTITION OF parted FOR VALUES FROM (0) TO (10)")
+    conn.execute("CREATE TABLE two (id int PRIMARY KEY, v int)")
+    conn.execute("INSERT INTO two VALUES (11, 1)")
+    conn.execute("ALTER TABLE parted ATTACH PARTITION two FOR VALUES FROM (10) TO (20)")
+    conn.execute("INSERT INTO one VALUES (1, 1)")
+    conn.execute("ALTER TABLE parted DETACH PARTITION one")
+    conn.execute("DROP TABLE two")
+    conn.execute("RESET search_path")
+    conn.execute("SELECT stint.tick()")
+    found = conn.execute("SELECT kind, (key ->> 'id')::int FROM stint.changes('parted') ORDER BY pos").fetchall()
+    assert found == [("+I", 11), ("+I", 1), ("-D", 1), ("-D", 11)]

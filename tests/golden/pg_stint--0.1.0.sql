@@ -2413,9 +2413,9 @@ REVOKE ALL ON FUNCTION stint.set_history(regclass, interval) FROM PUBLIC;
 CREATE FUNCTION stint.follow_ddl() RETURNS event_trigger
     LANGUAGE c SET search_path = pg_catalog, pg_temp AS 'MODULE_PATHNAME', 'follow_ddl_wrapper';
 COMMENT ON FUNCTION stint.follow_ddl() IS
-'The event trigger function: notes which columns altered state tables have, makes their as-of functions anew, and grants the tables of deleted keys as the state tables are. With the rights of the extension''s owner.';
+'The event trigger function: notes which columns altered state tables have, makes their as-of functions anew and renames them along with their tables, and grants the tables of deleted keys as the state tables are. With the rights of the extension''s owner.';
 REVOKE ALL ON FUNCTION stint.follow_ddl() FROM PUBLIC;
-CREATE EVENT TRIGGER stint_follow_ddl ON ddl_command_end WHEN TAG IN ('ALTER TABLE', 'ALTER TYPE', 'GRANT', 'REVOKE', 'DROP TYPE', 'DROP DOMAIN')
+CREATE EVENT TRIGGER stint_follow_ddl ON ddl_command_end WHEN TAG IN ('ALTER TABLE', 'ALTER SCHEMA', 'ALTER TYPE', 'GRANT', 'REVOKE', 'DROP TYPE', 'DROP DOMAIN')
     EXECUTE FUNCTION stint.follow_ddl();
 COMMENT ON EVENT TRIGGER stint_follow_ddl IS 'Has the as-of functions follow their state tables';
 /* </end connected objects> */
