@@ -1,0 +1,121 @@
+"""Sets up, measures unit by unit, reports."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+from . import contender as contenders
+from . import machine, options, scenarios, store
+from .bench import Bench
+from .places import ROOT, installed
+from .report import page
+from .server import Server
+
+
+def capture(*command):
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
+def units(chosen, entrants):
+    """All units in the order in which they run: rounds far apart, and within a round all contenders of a scenario side by side."""
+    for turn in range(1, chosen.rounds + 1):
+        for name in chosen.scenarios:
+            module = scenarios.ALL[name]
+            for variant in module.variants(chosen):
+                if turn > getattr(module, "rounds", lambda options, _variant: options.rounds)(chosen, variant):
+                    continue
+                for entrant in entrants.values():
+                    if entrant.name in chosen.contenders and module.runs(entrant, variant):
+                        yield f"{turn}/{name}/{variant}/{entrant.name}", module, variant, entrant
+
+
+def build():
+    """The release build as users get it, whatever profile the environment asks for."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CARGO_PROFILE_")}
+    subprocess.run([ROOT / "scripts/build"], check=True, env=environment)
+
+
+def about(chosen, server):
+    """What the report says of the run."""
+    return {
+        "options": dataclasses.asdict(chosen), "commit": commit(), "began": time.strftime("%Y-%m-%d %H:%M"), "machine": machine.describe(str(server.cluster.base)),
+        "postgres": server.version(), "settings": server.cluster.config, "redis": capture("redis-server", "--version"), "pgbouncer": capture("/usr/sbin/pgbouncer", "--version").splitlines()[0],
+    }  # fmt: skip
+
+
+def commit():
+    return capture("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12")
+
+
+def duration(seconds):
+    return f"{seconds / 3600:.1f} h" if seconds >= 5400 else f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+def measure(bench, todo, retry):
+    """Runs all units that are not over yet; one that fails is recorded as failed, and the rest goes on."""
+    for number, (unit, module, variant, entrant) in enumerate(todo, 1):
+        if bench.store.is_over(unit, retry):
+            continue
+        print(f"[{number}/{len(todo)}] {unit.replace('//', '/')}", flush=True)
+        bench.unit, bench.attempt = unit, f"{time.time():.3f}"
+        began, error = time.monotonic(), None
+        try:
+            module.run(bench, entrant, variant)
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"[:800]
+            print(f"  FAILED: {error}", flush=True)
+        bench.store.end(unit, bench.attempt, time.monotonic() - began, error)
+        if entrant.name != "floor":
+            bench.server.drop(entrant.database)
+
+
+def main():
+    entrants = contenders.every()
+    chosen, arguments = options.parse(tuple(entrants), tuple(scenarios.ALL))
+    sys.stdout.reconfigure(line_buffering=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
+
+    peers = installed()
+    for entrant in entrants.values():
+        entrant.recorded = peers / "recorded" / entrant.name
+    if arguments.list:
+        todo = list(units(chosen, entrants))
+        for unit, module, variant, entrant in todo:
+            print(f"{duration(module.seconds(chosen, entrant, variant)):>8}  {unit}")
+        print(f"about {duration(sum(module.seconds(chosen, entrant, variant) for _, module, variant, entrant in todo))} in all")
+        return 0
+    if not arguments.no_build:
+        build()
+    server = Server(peers.parent)
+    try:
+        for entrant in entrants.values():
+            if entrant.name in chosen.contenders:
+                entrant.record_statements(server, peers)
+        todo = list(units(chosen, entrants))
+        folder = peers / "results"
+        kept = None if arguments.new else store.Store.latest(folder)
+        if kept and (not store.same(kept.about, chosen, commit()) or all(kept.is_over(unit, arguments.retry) for unit, *_ in todo)):
+            kept = None
+        kept = kept or store.Store.create(folder, about(chosen, server))
+        left = [one for one in todo if not kept.is_over(one[0], arguments.retry)]
+        seconds = sum(module.seconds(chosen, entrant, variant) for _, module, variant, entrant in left)
+        print(f"{len(left)} of {len(todo)} units to measure: about {duration(seconds)}, in {kept.folder}. If interrupted, the same command goes on.", flush=True)
+        began = time.monotonic()
+        measure(Bench(chosen, server, kept, peers, entrants), todo, arguments.retry)
+        print(f"measured in {duration(time.monotonic() - began)}")
+    finally:
+        server.destroy()
+    finished = store.Store(kept.folder)
+    target = pathlib.Path(kept.folder / "report") if arguments.no_report or chosen.quick else None
+    page.write(finished, entrants, target)
+    failed = {unit: end["error"] for unit, end in finished.ended.items() if end.get("error")}
+    for unit, error in failed.items():
+        print(f"failed: {unit}: {error[:200]}")
+    print(json.dumps({"measured": len(finished.ended) - len(failed), "failed": len(failed)}))
+    return 1 if failed else 0

@@ -1,0 +1,76 @@
+"""What one run measures, and for how long."""
+
+import argparse
+import dataclasses
+import os
+
+NAMES = "tests/bench/peers/README.md says what each contender and scenario is."
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """All that decides the figures: a run with other options is another run."""
+
+    quick: bool
+    contenders: tuple
+    scenarios: tuple
+    rounds: int
+    seconds: float  # of one sample
+    backlog: int  # ready tasks while claims are measured
+    levels: tuple  # backlogs whose claims are compared
+    waiting: int  # scheduled tasks, and tasks held by a budget
+    held_tasks: int  # tasks run while a transaction is held open
+    held_seconds: float  # at most so long, for contenders that collapse
+    held_limit: float  # at most so long for pg_stint, which is meant to get through all of them
+    idle_seconds: float
+    load_limit: float  # seconds a backlog may take to be loaded
+    quiet: float  # seconds to wait in all for the machine to be quiet
+
+
+def full():
+    return {
+        "rounds": 3, "seconds": 4.0, "backlog": 200_000, "levels": (1_000, 10_000, 100_000, 1_000_000), "waiting": 100_000, "held_tasks": 600_000,
+        "held_seconds": 75.0, "held_limit": 420.0, "idle_seconds": 15.0, "load_limit": 90.0, "quiet": 900.0,
+    }  # fmt: skip
+
+
+def quick():
+    return {
+        "rounds": 1, "seconds": 1.0, "backlog": 5_000, "levels": (1_000, 5_000), "waiting": 2_000, "held_tasks": 20_000, "held_seconds": 12.0,
+        "held_limit": 15.0, "idle_seconds": 3.0, "load_limit": 15.0, "quiet": 0.0,
+    }  # fmt: skip
+
+
+def parse(all_contenders, all_scenarios):
+    parser = argparse.ArgumentParser(
+        prog="tests/bench/peers/run", description="Measures pg_stint and its peers side by side and writes docs/bench. " + NAMES,
+        epilog="make bench passes QUICK=1, ONLY=…, SCENARIOS=…, ROUNDS=… and NEW=1 on.",
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes for each figure: shows that everything runs, not how fast it is")
+    parser.add_argument("--only", metavar="NAME,…", help="these contenders: " + ", ".join(all_contenders))
+    parser.add_argument("--scenarios", metavar="NAME,…", help="these scenarios: " + ", ".join(all_scenarios))
+    parser.add_argument("--rounds", type=int, help="how often everything is measured (3; quick: 1)")
+    parser.add_argument("--new", action="store_true", help="begin anew instead of going on with an interrupted run")
+    parser.add_argument("--retry", action="store_true", help="measure again what failed in the run that is gone on with")
+    parser.add_argument("--no-build", action="store_true", help="take pg_stint as it is built already")
+    parser.add_argument("--no-report", action="store_true", help="leave docs/bench as it is")
+    parser.add_argument("--list", action="store_true", help="print what would be measured, and about how long it takes")
+    arguments = parser.parse_args()
+
+    def chosen(given, known, what):
+        names = tuple(name for name in (given or "").split(",") if name)
+        for name in names:
+            if name not in known:
+                parser.error(f'unknown {what} "{name}"; there are {", ".join(known)}')
+        return tuple(name for name in known if not names or name in names)
+
+    values = quick() if arguments.quick else full()
+    if arguments.rounds:
+        values["rounds"] = arguments.rounds
+    if "BENCH_QUIET" in os.environ:
+        values["quiet"] = float(os.environ["BENCH_QUIET"])
+    options = Options(
+        quick=arguments.quick, contenders=chosen(arguments.only, all_contenders, "contender"),
+        scenarios=chosen(arguments.scenarios, all_scenarios, "scenario"), **values,
+    )  # fmt: skip
+    return options, arguments
