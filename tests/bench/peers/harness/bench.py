@@ -69,14 +69,15 @@ class Bench:
         """Runs `measure`, which returns figures with "tasks", and records them with what the server and the machine did meanwhile. With `beside_floor` the
         bare insert rate is taken right before and right after, and the rate given as a ratio to it, too."""
         floor = self.floor()["rate"] if beside_floor else 0
-        kept = self._measured(contender.database, measure)
+        kept = self.measured(contender.database, measure)
         if beside_floor:
             floor = (floor + self.floor()["rate"]) / 2
             kept |= {"floor_rate": floor, "of_floor": kept["rate"] / floor}
         self.record(contender, point, kept)
         return kept
 
-    def _measured(self, database, measure):
+    def measured(self, database, measure):
+        """The figures of `measure` with those of the server and the machine for the same time."""
         self.wait_until_quiet()
         before = self.tally(database)
         watch = machine.Watch(self.server.pid)
@@ -85,7 +86,9 @@ class Bench:
         kept |= watch.stop()
         after = self.tally(database)
         tasks = max(kept.get("tasks", 0), 1)
-        kept |= {f"{name}_per_task": (after[name] - before[name]) / tasks for name in ("wal_bytes", "inserted", "updated", "hot_updated", "deleted", "size_bytes")}
+        kept |= {
+            f"{name}_per_task": (after[name] - before[name]) / tasks for name in ("wal_bytes", "inserted", "updated", "hot_updated", "deleted", "size_bytes")
+        }
         kept |= {name: after[name] - before[name] for name in ("wal_bytes", "full_page_images", "xids")}
         kept |= {"dead": after["dead"], "cpu_us_per_task": kept["cpu_s"] * 1e6 / tasks}
         kept["later_cpu_us_per_task"] = self._settle() * 1e6 / tasks
@@ -95,6 +98,8 @@ class Bench:
         self.store.add(self.unit, self.attempt, {"contender": contender.name, "scenario": self.unit.split("/")[1], "point": point, **kept})
         shown = " ".join(str(value) for value in point.values())
         told = [f"{kept['rate']:,.0f}/s"] if kept.get("rate") else []
+        if kept.get("cpu_share") is not None:
+            told.append(f"{kept['cpu_share'] * 100:.2f} % of a core")
         for name, label in ("p50_us", "p50"), ("p99_us", "p99"):
             if kept.get(name):
                 told.append(f"{label} {kept[name] / 1000:.2f} ms")
@@ -155,8 +160,12 @@ class Bench:
         """A scenario that a contender runs with its own client: its program prints one JSON object for each sample."""
         self.wait_until_quiet()
         values = {
-            "PEERS": self.peers, "BENCH_SECONDS": self.options.seconds, "BENCH_BACKLOG": self.options.backlog, "BENCH_HELD_SECONDS": self.options.held_seconds,
-        } | environment  # fmt: skip
+            "PEERS": self.peers,
+            "BENCH_SERVER_PID": self.server.pid,
+            "BENCH_SECONDS": self.options.seconds,
+            "BENCH_BACKLOG": self.options.backlog,
+            "BENCH_HELD_SECONDS": self.options.held_seconds,
+        } | environment
         if contender.version_source.startswith("pypi:"):
             self.server.create(contender.database)
         floor = self.floor()["rate"]
@@ -164,13 +173,17 @@ class Bench:
             [contender.folder / "run", scenario], stdout=subprocess.PIPE, text=True,
             env=self.server.environment(contender.database) | {name: str(value) for name, value in values.items()},
         ) as child:  # fmt: skip
-            watch = machine.Watch(child.pid)
+            watch = machine.Watch(child.pid, self.server.pid)
             for line in child.stdout:
                 if line.startswith("{"):
                     found = json.loads(line)
-                    # The client is a large part of what runs, so what others used cannot be told apart here.
-                    steal = watch.stop()["steal_cores"]
-                    kept = {"steal_cores": steal, "floor_rate": floor, "of_floor": found.get("rate", 0) / floor} | found
+                    # From the client's start on; what the sample itself took of the server's CPU, the client tells.
+                    around = watch.stop()
+                    kept = (
+                        {name: around[name] for name in ("foreign_cores", "steal_cores")}
+                        | {"floor_rate": floor, "of_floor": found.get("rate", 0) / floor}
+                        | found
+                    )
                     self.record(contender, (point or {}) | kept.pop("point", {}), kept)
         if child.returncode:
             raise drivers.DriverError(f"{contender.name}'s own client ended with {child.returncode}")

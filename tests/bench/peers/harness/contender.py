@@ -7,13 +7,13 @@ import subprocess
 import tomllib
 
 from .drivers import Role
-from .places import CONTENDERS, HERE, ROOT
+from .places import CONTENDERS, HERE
 
 SETUP_LIMIT = 120
 
 
 def _version(source):
-    """The version that is installed, from where it is pinned: "npm:pg-boss", "pypi:dbos", "crate:pgmq", "debian:postgresql-15-pgq3", "this"."""
+    """The version that is installed, from where it is pinned: "npm:pg-boss", "pypi:dbos", "crate:pgmq", "debian:postgresql-15-pgq3"."""
     kind, _, name = source.partition(":")
     if kind == "npm":
         return json.loads((HERE / "versions/package.json").read_text())["dependencies"][name]
@@ -23,8 +23,6 @@ def _version(source):
         return re.search(rf'^{name} = .*"=(.*?)"', (HERE / f"versions/{name}.toml").read_text(), re.M)[1]
     if kind == "debian":
         return subprocess.run(["dpkg-query", "-W", "-f=${Version}", name], stdout=subprocess.PIPE, text=True).stdout
-    if kind == "this":
-        return subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], stdout=subprocess.PIPE, text=True).stdout.strip()
     return source
 
 
@@ -125,9 +123,11 @@ class Contender:
 
     def producer(self, feed):
         """Keeps so many tasks in the queue."""
-        return Role("prod", self.file("enqueue_many.sql"), 1, {"per": 1000, "feed": feed, "init": self.file("enqueue_many_init.sql") or HERE / "driver/payloads.sql"})
+        return Role(
+            "prod", self.file("enqueue_many.sql"), 1, {"per": 1000, "feed": feed, "init": self.file("enqueue_many_init.sql") or HERE / "driver/payloads.sql"}
+        )
 
-    def loaders(self, clients=1, script="enqueue_many.sql"):
+    def loaders(self, clients=2, script="enqueue_many.sql"):
         """Consumers to qbench, so that it stops after a number of tasks."""
         return Role("load", self.file(script), clients, {"per": 1000, "init": self.file("enqueue_many_init.sql") or HERE / "driver/payloads.sql"})
 

@@ -1,8 +1,8 @@
 """The two programs that make load: qbench (driver/qbench.c) and, as a cross-check, pgbench."""
 
 import dataclasses
-import glob
 import json
+import pathlib
 import re
 import subprocess
 import tempfile
@@ -84,6 +84,7 @@ def pgbench(program, environment, script, clients, seconds):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds + 120)
         if done.returncode:
             raise DriverError(f"pgbench: {done.stderr.strip()[-500:]}")
-        took = sorted(int(line.split()[2]) for path in glob.glob(f"{folder}/log*") for line in open(path))
+        logs = [path.read_text() for path in pathlib.Path(folder).glob("log*")]
+        took = sorted(int(line.split()[2]) for log in logs for line in log.splitlines())
         rate = float(re.search(r"tps = ([\d.]+)", done.stdout)[1])
     return {"tasks": len(took), "rate": rate, "p50_us": took[len(took) // 2], "p99_us": took[int(len(took) * 0.99)]}

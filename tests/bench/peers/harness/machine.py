@@ -11,26 +11,30 @@ import time
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def _times(pid):
-    """Parent, own ticks and those of children that were waited for."""
-    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return int(fields[1]), [int(field) for field in fields[11:15]]
-
-
-def tree_seconds(pid):
-    """CPU seconds of a process, its living children, and those that have ended."""
-    try:
-        total = sum(_times(pid)[1])
-    except OSError:
-        return 0.0
+def _processes():
+    """Parent and CPU ticks of each process: its own, and those of children it has waited for."""
+    found = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                parent, times = _times(entry)
+                fields = pathlib.Path(f"/proc/{entry}/stat").read_text().rsplit(")", 1)[1].split()
             except (OSError, IndexError):
                 continue
-            if parent == pid:
-                total += times[0] + times[1]
+            found[int(entry)] = (int(fields[1]), sum(map(int, fields[11:15])))
+    return found
+
+
+def tree_seconds(*roots):
+    """CPU seconds of processes with all their descendants, living or waited for."""
+    processes = _processes()
+    children = {}
+    for pid, (parent, _) in processes.items():
+        children.setdefault(parent, []).append(pid)
+    total, left = 0, list(roots)
+    while left:
+        pid = left.pop()
+        total += processes.get(pid, (0, 0))[1]
+        left += children.get(pid, [])
     return total / TICKS
 
 
@@ -46,15 +50,15 @@ def all_seconds():
 
 
 class Watch:
-    """From its making to `stop`: CPU of a server, and of everybody else on the machine."""
+    """From its making to `stop`: CPU of the processes that are measured, and of everybody else on the machine."""
 
-    def __init__(self, server_pid):
-        self.server_pid = server_pid
+    def __init__(self, *roots):
+        self.roots = roots
         self.began = time.monotonic()
         self.before = self._now()
 
     def _now(self):
-        return tree_seconds(self.server_pid), own_seconds(), *all_seconds()
+        return tree_seconds(*self.roots), own_seconds(), *all_seconds()
 
     def stop(self):
         elapsed = time.monotonic() - self.began

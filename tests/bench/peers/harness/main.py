@@ -43,13 +43,25 @@ def build():
 def about(chosen, server):
     """What the report says of the run."""
     return {
-        "options": dataclasses.asdict(chosen), "commit": commit(), "began": time.strftime("%Y-%m-%d %H:%M"), "machine": machine.describe(str(server.cluster.base)),
-        "postgres": server.version(), "settings": server.cluster.config, "redis": capture("redis-server", "--version"), "pgbouncer": capture("/usr/sbin/pgbouncer", "--version").splitlines()[0],
-    }  # fmt: skip
+        "options": dataclasses.asdict(chosen),
+        "commit": commit(),
+        "began": time.strftime("%Y-%m-%d %H:%M"),
+        "machine": machine.describe(str(server.cluster.base)),
+        "postgres": server.version(),
+        "settings": server.cluster.config,
+        "redis": capture("redis-server", "--version").split(" sha=")[0],
+        "pgbouncer": capture("/usr/sbin/pgbouncer", "--version").splitlines()[0],
+    }
+
+
+MEASURED = ("Cargo.toml", "Cargo.lock", "crates", "src", "sql", "tests/bench/peers")
 
 
 def commit():
-    return capture("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12")
+    """The last commit of what is measured and what measures it: others, such as that of the report, do not make another run of it."""
+    last = capture("git", "-C", str(ROOT), "log", "-1", "--abbrev=12", "--format=%h", "--", *MEASURED)
+    changed = capture("git", "-C", str(ROOT), "status", "--porcelain", "--", *MEASURED)
+    return last + (" with changes" if changed else "")
 
 
 def duration(seconds):
@@ -65,6 +77,7 @@ def measure(bench, todo, retry):
         bench.unit, bench.attempt = unit, f"{time.time():.3f}"
         began, error = time.monotonic(), None
         try:
+            bench.server.revive()
             module.run(bench, entrant, variant)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"[:800]
@@ -105,7 +118,9 @@ def main():
         kept = kept or store.Store.create(folder, about(chosen, server))
         left = [one for one in todo if not kept.is_over(one[0], arguments.retry)]
         seconds = sum(module.seconds(chosen, entrant, variant) for _, module, variant, entrant in left)
-        print(f"{len(left)} of {len(todo)} units to measure: about {duration(seconds)}, in {kept.folder}. If interrupted, the same command goes on.", flush=True)
+        print(
+            f"{len(left)} of {len(todo)} units to measure: about {duration(seconds)}, in {kept.folder}. If interrupted, the same command goes on.", flush=True
+        )
         began = time.monotonic()
         measure(Bench(chosen, server, kept, peers, entrants), todo, arguments.retry)
         print(f"measured in {duration(time.monotonic() - began)}")

@@ -30,7 +30,7 @@ class Options:
 def full():
     return {
         "rounds": 3, "seconds": 4.0, "backlog": 200_000, "levels": (1_000, 10_000, 100_000, 1_000_000), "waiting": 100_000, "held_tasks": 600_000,
-        "held_seconds": 75.0, "held_limit": 420.0, "idle_seconds": 15.0, "load_limit": 90.0, "quiet": 900.0,
+        "held_seconds": 60.0, "held_limit": 420.0, "idle_seconds": 12.0, "load_limit": 90.0, "quiet": 900.0,
     }  # fmt: skip
 
 

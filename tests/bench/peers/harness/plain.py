@@ -12,8 +12,8 @@ WHERE c.relnamespace = 'stint'::regnamespace AND c.relkind = 'r' AND pg_relation
 COLUMNS = "SELECT attname, format_type(atttypid, NULL) FROM pg_attribute WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped AND attgenerated = '' ORDER BY attnum"
 
 # An id keeps its time and its last byte, by which the history is partitioned; what lies between grows with each row, as it does in ids of the product.
-NUMBER = "lpad(to_hex(nextval('plain.number')), 16, '0')"
-ID = f"""(select (left(id::text, 14) || '7' || left(n, 3) || '-8' || substr(n, 4, 3) || '-' || right(n, 10) || right(id::text, 2))::uuid from {NUMBER} as n)"""
+NUMBER = "lpad(to_hex(nextval('plain.number')), 16, '0') as number"
+ID = "(left(id::text, 14) || '7' || left(number, 3) || '-8' || substr(number, 4, 3) || '-' || right(number, 10) || right(id::text, 2))::uuid"
 VALUES = {"id": ID, "seq": "nextval('plain.number')", "xid8": "pg_current_xact_id()"}
 
 
@@ -39,7 +39,7 @@ def write_plain_insert(conn, path, enqueue_many, init):
         values = [VALUES.get(name if kind != "xid8" else kind, name) for name, kind in columns]
         conn.execute(f"VACUUM ANALYZE plain.rows_{number}")
         names = ", ".join(name for name, _ in columns)
-        inserts.append((table, f"insert into {table} ({names}) select {', '.join(values)} from plain.rows_{number}", found))
+        inserts.append((table, f"insert into {table} ({names}) select {', '.join(values)} from (select *, {NUMBER} from plain.rows_{number}) r", found))
     return _write(path, inserts)
 
 

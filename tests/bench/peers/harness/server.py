@@ -35,6 +35,12 @@ class Server:
     def pid(self):
         return self.cluster.postmaster_pid
 
+    def revive(self):
+        """After a crash that a unit caused, so that the next ones are measured all the same."""
+        if not self.cluster.running():
+            self.cluster.start()
+        self.cluster.wait_ready()
+
     def version(self):
         return self.cluster.sql("SHOW server_version")
 
@@ -108,9 +114,7 @@ class Bouncer:
         )
         path.chmod(0o644)
         with open(folder / "log", "ab") as log:
-            self.process = subprocess.Popen(
-                ["/usr/sbin/pgbouncer", "-q", path], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, **server_user()
-            )
+            self.process = subprocess.Popen(["/usr/sbin/pgbouncer", "-q", path], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, **server_user())
         deadline = time.monotonic() + 10
         while True:
             try:

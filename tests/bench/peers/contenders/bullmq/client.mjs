@@ -79,7 +79,7 @@ const scenarios = {
     await sleep(500);
     await sample(async () => {
       const began = now();
-      for (let turn = 0; turn < 50 * Math.max(4, 2 * seconds); turn++) {
+      for (let turn = 0; turn < 50 * 3 * seconds; turn++) {
         await sleep(Math.max(0, (began + turn * 20_000 - now()) / 1000));
         await queue.add('bench', payload());
       }

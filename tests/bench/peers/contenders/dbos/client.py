@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import os
+import pathlib
 import sys
 import threading
 import time
@@ -10,11 +11,17 @@ import time
 import psycopg
 from dbos import DBOS
 
+sys.dont_write_bytecode = True
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+from harness.machine import tree_seconds  # noqa: E402
+
 URL = os.environ["DATABASE_URL"]
 SECONDS = float(os.environ["BENCH_SECONDS"])
 HELD_SECONDS = float(os.environ["BENCH_HELD_SECONDS"])
 PAD = "x" * 265
-TALLY = """SELECT pg_current_wal_lsn() - '0/0', coalesce(sum(n_tup_ins), 0), coalesce(sum(n_tup_upd), 0), coalesce(sum(n_tup_del), 0) FROM pg_stat_user_tables"""
+TALLY = (
+    """SELECT pg_current_wal_lsn() - '0/0', coalesce(sum(n_tup_ins), 0), coalesce(sum(n_tup_upd), 0), coalesce(sum(n_tup_del), 0) FROM pg_stat_user_tables"""
+)
 TALLIED = ("wal_bytes", "inserted", "updated", "deleted")
 
 DBOS(config={"name": "bench", "system_database_url": URL, "log_level": "ERROR", "console_log_level": "ERROR"})
@@ -40,10 +47,12 @@ def percentiles(latencies):
 
 
 def sample(measure):
-    before = tally()
+    server = int(os.environ["BENCH_SERVER_PID"])
+    before, cpu = tally(), tree_seconds(server)
     kept = measure()
-    after = tally()
+    cpu, after = tree_seconds(server) - cpu, tally()
     tasks = max(1, kept["tasks"])
+    kept["cpu_us_per_task"] = cpu * 1e6 / tasks
     kept |= {f"{name}_per_task": (now - then) / tasks for name, now, then in zip(TALLIED, after, before, strict=True)}
     print(json.dumps(kept), flush=True)
 
@@ -84,11 +93,16 @@ def claim():
 def waiting():
     def measure():
         began = time.monotonic()
-        for turn in range(int(50 * max(4, 2 * SECONDS))):
+        for turn in range(int(50 * 3 * SECONDS)):
             time.sleep(max(0, began + turn / 50 - time.monotonic()))
             queue.enqueue(task, time.time(), PAD)
         time.sleep(1.5)
-        return {"tasks": len(waited), "rate": len(waited) / (time.monotonic() - began), **percentiles(waited), "point": {"path": "direct", "what": "latency", "how": "polls, by itself"}}
+        return {
+            "tasks": len(waited),
+            "rate": len(waited) / (time.monotonic() - began),
+            **percentiles(waited),
+            "point": {"path": "direct", "what": "latency", "how": "polls, by itself"},
+        }
 
     sample(measure)
 

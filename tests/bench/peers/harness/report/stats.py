@@ -14,7 +14,7 @@ class Cell:
     """The samples of one figure, one for each round. Disturbed ones are set aside where there are others."""
 
     def __init__(self, samples):
-        self.all = [sample for sample in samples if sample.get("tasks") or sample.get("rate") or sample.get("cpu_s") is not None and sample["point"].get("what") == "idle"]
+        self.all = [sample for sample in samples if sample.get("tasks") or sample.get("rate") or "cpu_share" in sample]
         quiet = [sample for sample in self.all if not disturbed(sample)]
         self.samples = quiet or self.all
         self.set_aside = len(self.all) - len(self.samples)

@@ -33,10 +33,16 @@ def spread(cell, name="rate"):
     return "–" if value is None else f"±{value * 100:.0f} %"
 
 
+def _is_figure(text):
+    return text == "" or text[0] in "0123456789–±×" or text.startswith("**")
+
+
 def table(heads, rows):
-    lines = ["| " + " | ".join(heads) + " |", "|" + "|".join([" --- "] + [" ---: "] * (len(heads) - 1)) + "|"]
-    lines += ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+    """Markdown; columns of figures go to the right."""
+    rows = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
+    rules = [" ---: " if number and all(_is_figure(row[number]) for row in rows) else " --- " for number in range(len(heads))]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "|".join(rules) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
 
 
 def rows_written(cell):
@@ -59,7 +65,17 @@ def floors(results):
     rows = []
     for statement, clients in names:
         cell = results.cell("floor", "floors", statement=statement, **({"clients": clients} if clients else {}))
-        rows.append([statement, clients or "", rate(cell), milliseconds(cell.median("p50_us")), milliseconds(cell.median("p99_us")), number(cell.median("wal_bytes_per_task")), spread(cell)])
+        rows.append(
+            [
+                statement,
+                clients or "",
+                rate(cell),
+                milliseconds(cell.median("p50_us")),
+                milliseconds(cell.median("p99_us")),
+                number(cell.median("wal_bytes_per_task")),
+                spread(cell),
+            ]
+        )
     return table(["statement", "clients", "per second", "p50 ms", "p99 ms", "WAL B each", "spread"], rows)
 
 
@@ -134,16 +150,19 @@ def waiting(results):
     rows = []
     for path in "direct", "pgbouncer":
         for contender in results.queues:
-            latency, idle = (results.cell(contender, "waiting", path=path, what=what) for what in ("latency", "idle"))
+            latency = results.cell(contender, "waiting", path=path, what="latency")
+            none, idle = (results.cell(contender, "waiting", path=path, what="idle", workers=workers) for workers in (0, 64))
             if not latency and not idle:
                 continue
             how = (latency or idle).samples[-1]["point"].get("how", "")
-            share = [sample["cpu_s"] / sample["watched_s"] * 100 for sample in idle.samples] if idle else []
+            shares = [f"{cell.median('cpu_share') * 100:.1f} %" if cell else "–" for cell in (none, idle)]
             rows.append([
                 contender.title + (", through PgBouncer" if path == "pgbouncer" else ""), how, milliseconds(latency.median("p50_us")), milliseconds(latency.median("p99_us")),
-                f"{sorted(share)[len(share) // 2]:.1f} %" if share else "–", number(idle.median("wal_bytes")) if idle else "–", number(idle.median("xids")) if idle else "–", spread(latency, "p50_us"),
+                *shares, number(idle.median("wal_bytes")), number(idle.median("xids")), spread(latency, "p50_us"),
             ])  # fmt: skip
-    return table(["", "how it waits", "p50 ms", "p99 ms", "64 idle: CPU of one core", "WAL B", "transaction ids", "spread of p50"], rows)
+    return table(
+        ["", "how it waits", "p50 ms", "p99 ms", "CPU of one core: nobody waits", "64 wait", "WAL B meanwhile", "transaction ids", "spread of p50"], rows
+    )
 
 
 def backlog(results):
@@ -152,7 +171,10 @@ def backlog(results):
     for contender in results.queues:
         cells = [results.cell(contender, "backlog", ready=level) for level in levels]
         if any(cells):
-            shown = [f"{milliseconds(cell.median('p50_us'))} / {milliseconds(cell.median('p99_us'))} / {number(cell.median('buffers'))}" if cell else "–" for cell in cells]
+            shown = [
+                f"{milliseconds(cell.median('p50_us'))} / {milliseconds(cell.median('p99_us'))} / {number(cell.median('buffers'))}" if cell else "–"
+                for cell in cells
+            ]
             reached = [cell for cell in cells if cell]
             rows.append([contender.title, *shown, ratio(results.ratio(reached[-1], reached[0], "p99_us"))])
     text = table(["p50 ms / p99 ms / buffers of a claim", *(f"{level:,} ready" for level in levels), "p99: last ÷ first"], rows)
@@ -172,7 +194,12 @@ def backlog(results):
 
 def held(results):
     text = ""
-    for hold, words in ("snapshot", "a REPEATABLE READ transaction"), ("writer", "a transaction that has written"), ("slot", "a replication slot with its standby gone"), ("none", "nothing"):
+    for hold, words in (
+        ("snapshot", "a REPEATABLE READ transaction"),
+        ("writer", "a transaction that has written"),
+        ("slot", "a replication slot with its standby gone"),
+        ("none", "nothing"),
+    ):
         rows = []
         for contender in results.queues:
             for load in results.points("held", "load"):
@@ -184,7 +211,19 @@ def held(results):
                         f"{number(seen[0])} → {number(seen[-1])}" if seen else "–", number(cell.median("dead")), spread(cell, "end_rate"),
                     ])  # fmt: skip
         if rows:
-            heads = ["", "before, tasks/s", "last quarter", "of before", "claim p99 ms before", "last quarter", "tasks run meanwhile", "seconds in all", "buffers of a claim", "dead rows", "spread"]
+            heads = [
+                "",
+                "before, tasks/s",
+                "last quarter",
+                "of before",
+                "claim p99 ms before",
+                "last quarter",
+                "tasks run meanwhile",
+                "seconds in all",
+                "buffers of a claim",
+                "dead rows",
+                "spread",
+            ]
             text += f"\n**Held by {words}**\n\n" + table(heads, rows)
     return text.lstrip()
 
@@ -206,14 +245,35 @@ def profile(results):
             if re.match(r"(?i)begin|commit|deallocate|select pg_|set ", one["query"]) or len(rows) == 12:
                 continue
             shown = one["query"][:110] + ("…" if len(one["query"]) > 110 else "")
-            rows.append(["`" + shown.replace("`", "'") + "`" + ("" if one["toplevel"] else " (nested)"), one["calls"], one["run_us"], one["plans"], one["plan_us"], one["buffers"], number(one["wal_bytes"])])
+            rows.append(
+                [
+                    "`" + shown.replace("`", "'") + "`" + ("" if one["toplevel"] else " (nested)"),
+                    one["calls"],
+                    one["run_us"],
+                    one["plans"],
+                    one["plan_us"],
+                    one["buffers"],
+                    number(one["wal_bytes"]),
+                ]
+            )
         text += f"\n**{contender.title}**\n\n" + table(["statement", "calls", "mean run µs", "plans made", "mean plan µs", "buffers", "WAL B"], rows)
     return text.lstrip()
 
 
+def operations(results):
+    rows = []
+    for contender in results.queues:
+        for call in results.points("operations", "call"):
+            if cell := results.cell(contender, "operations", call=call):
+                one = cell.samples[-1]
+                where = ", ".join(f"{name} {'/'.join(map(str, counts))}" for name, counts in sorted(one["tables"].items()))
+                rows.append([contender.title, call, number(one["wal_bytes_each"]), f"{one['inserted']} / {one['updated']} / {one['deleted']}", where or "–"])
+    return table(["", "call", "WAL B with its commit", "rows inserted / updated / deleted", "of which tables"], rows)
+
+
 WRITERS = {
     "floors": floors, "enqueue": simple("enqueue"), "enqueue_many": enqueue_many, "claim": simple("claim", "claim"), "finish_and_claim": simple("finish_and_claim"),
-    "batch": simple("batch", "claim"), "pair": pair, "budgets": budgets, "crowd": crowd, "notify": notify, "waiting": waiting, "backlog": backlog, "held": held, "profile": profile,
+    "batch": simple("batch", "claim"), "pair": pair, "budgets": budgets, "crowd": crowd, "notify": notify, "waiting": waiting, "backlog": backlog, "held": held, "operations": operations, "profile": profile,
 }  # fmt: skip
 
 

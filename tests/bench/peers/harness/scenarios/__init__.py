@@ -1,16 +1,32 @@
 """The scenarios, in the order in which they are measured. Each module has
 
-  TITLE                    what the report calls it
-  variants(options)        names of its parts, each measured as a unit of its own; the first is the one that counts
-  runs(contender, variant) whether a contender can do that
-  rounds(options, variant) optional: how often
-  seconds(options, contender, variant)   about how long one unit takes
-  run(bench, contender, variant)
+TITLE                    what the report calls it
+variants(options)        names of its parts, each measured as a unit of its own; the first is the one that counts
+runs(contender, variant) whether a contender can do that
+rounds(options, variant) optional: how often
+seconds(options, contender, variant)   about how long one unit takes
+run(bench, contender, variant)
 """
 
-from . import backlog, batch, budgets, claim, crowd, enqueue, enqueue_many, finish_and_claim, floors, held, notify, pair, profile, waiting
+from . import (
+    backlog,
+    batch,
+    budgets,
+    claim,
+    crowd,
+    enqueue,
+    enqueue_many,
+    finish_and_claim,
+    floors,
+    held,
+    notify,
+    operations,
+    pair,
+    profile,
+    waiting,
+)
 
 ALL = {
     "floors": floors, "enqueue": enqueue, "enqueue_many": enqueue_many, "claim": claim, "finish_and_claim": finish_and_claim, "batch": batch, "pair": pair,
-    "budgets": budgets, "crowd": crowd, "notify": notify, "waiting": waiting, "backlog": backlog, "held": held, "profile": profile,
+    "budgets": budgets, "crowd": crowd, "notify": notify, "waiting": waiting, "backlog": backlog, "held": held, "operations": operations, "profile": profile,
 }  # fmt: skip

@@ -16,19 +16,20 @@ def runs(contender, variant):
     return contender.can("claim.sql", "enqueue_many.sql", f"enqueue_{variant}.sql")
 
 
-def seconds(options, contender, variant):
+def seconds(options, _contender, variant):
     if variant == "ready":
         return min(options.load_limit, options.levels[-1] / 30_000) + len(options.levels) * 7
     return options.waiting / 30_000 + 14
 
 
 def _claims(bench, contender, point):
-    if bench.options.quick:
-        claims = 300
-    else:
-        claims = CLAIMS
-    kept = bench.sample(contender, point, lambda: drivers.figures(bench.run(contender, [contender.claimers(1)], 10 * bench.options.seconds, tasks=claims)) | buffers.of_claim(bench, contender))
-    return kept["tasks"]
+    claims = 300 if bench.options.quick else CLAIMS
+
+    def measure():
+        result = bench.run(contender, [contender.claimers(1)], 10 * bench.options.seconds, tasks=claims)
+        return drivers.figures(result) | buffers.of_claim(bench, contender)
+
+    return bench.sample(contender, point, measure)["tasks"]
 
 
 def run(bench, contender, variant):
@@ -46,6 +47,8 @@ def run(bench, contender, variant):
         wanted = level + (CLAIMS // 2 if level <= 1000 else 0)
         left += bench.load(contender, wanted - left, limit=bench.options.load_limit)
         if left < level * 0.9:
-            bench.record(contender, {"ready": level}, {"tasks": 0, "rate": 0, "driver_error": f"only {left:,} tasks were loaded within {bench.options.load_limit:.0f} s"})
+            bench.record(
+                contender, {"ready": level}, {"tasks": 0, "rate": 0, "driver_error": f"only {left:,} tasks were loaded within {bench.options.load_limit:.0f} s"}
+            )
             return
         left -= _claims(bench, contender, {"ready": level})

@@ -63,19 +63,21 @@ def run(bench, contender, variant):
     roles = [Role("cons", claim, CLIENTS), producer]
 
     def measure():
-        driver = bench.qbench(contender, roles, limit, tasks=options.held_tasks, backlog=READY - 2000, interval_ms=1000)
+        # Some are run before anything is held.
+        driver = bench.qbench(contender, roles, limit, tasks=int(options.held_tasks * 1.15), backlog=READY - 2000, interval_ms=1000)
         began = time.monotonic()
         try:
             time.sleep(alone)
             with holds.ALL[hold](bench.server, contender):
                 held_at = time.monotonic() - began
-                seen = _Buffers(bench, contender) if load == "plain" else None
-                result = driver.result()
-                if seen:
+                seen = _Buffers(bench, contender, claim.name)
+                try:
+                    result = driver.result()
+                finally:
                     seen.stop()
         finally:
             driver.stop()
-        return _figures(result, held_at, [(round(at - began, 1), count) for at, count in (seen.found if seen else [])])
+        return _figures(result, held_at, [(round(at - began, 1), count) for at, count in seen.found])
 
     bench.sample(contender, {"hold": hold, "load": load}, measure)
 
@@ -83,7 +85,7 @@ def run(bench, contender, variant):
 def _figures(result, held_at, seen):
     """The start without the hold beside the last quarter of the time with it."""
     series = result["cons"]["series"]
-    start = [part for part in series if 1000 <= part["ms"] and part["ms"] + 1000 <= held_at * 1000]
+    start = [part for part in series if part["ms"] >= 1000 and part["ms"] + 1000 <= held_at * 1000]  # the first second is the clients' own
     held = [part for part in series if part["ms"] >= held_at * 1000]
     end = held[-max(1, len(held) // 4) :]
 
@@ -103,9 +105,9 @@ def _figures(result, held_at, seen):
 class _Buffers(threading.Thread):
     """Looks every few seconds how many buffers a claim reads."""
 
-    def __init__(self, bench, contender):
+    def __init__(self, bench, contender, script):
         super().__init__(daemon=True)
-        self.bench, self.contender = bench, contender
+        self.bench, self.contender, self.script = bench, contender, script
         self.every = 2.0 if bench.options.quick else 6.0
         self.found = []
         self.over = threading.Event()
@@ -114,7 +116,7 @@ class _Buffers(threading.Thread):
     def run(self):
         while not self.over.is_set():
             try:
-                self.found.append((time.monotonic(), buffers.of_claim(self.bench, self.contender, claims=1)["buffers"]))
+                self.found.append((time.monotonic(), buffers.of_claim(self.bench, self.contender, self.script, claims=1)["buffers"]))
             except Exception as error:  # the queue was empty just then, or the server is going away
                 self.found.append((time.monotonic(), None))
                 print(f"    buffers: {error}", flush=True)

@@ -17,11 +17,18 @@ def variants(_options):
 def runs(contender, variant):
     if contender.driver == "own":
         return variant == "direct" and "waiting" in contender.own_scenarios
-    return contender.payload_column is not None and contender.can("enqueue.sql") and (contender.can("claim.sql") or contender.can("ticker.sql", "claim_batch.sql"))
+    return (
+        contender.payload_column is not None and contender.can("enqueue.sql") and (contender.can("claim.sql") or contender.can("ticker.sql", "claim_batch.sql"))
+    )
+
+
+def _seconds(options):
+    """Long enough for a p99 of some hundreds."""
+    return 2 if options.quick else 3 * options.seconds
 
 
 def seconds(options, contender, _variant):
-    return 2 * max(4, options.seconds) + (options.idle_seconds + 5 if contender.driver == "sql" else 0) + 6
+    return _seconds(options) + (options.idle_seconds + 10 if contender.driver == "sql" else 0) + 8
 
 
 def _how(contender, variant):
@@ -55,7 +62,7 @@ def _latency(bench, contender, variant, how, options, pooler):
     whole = contender.can("claim.sql")
     claim = contender.file("claim_waiting.sql") or contender.file("claim.sql") or contender.file("claim_batch.sql")
     workers = WORKERS if whole else contender.batch_clients
-    seconds = max(4, 2 * bench.options.seconds) if not bench.options.quick else 2
+    seconds = _seconds(bench.options)
     roles = [
         Role("prod", contender.file("enqueue.sql"), 1, {"rate": RATE}),
         Role("cons", claim, workers, options | {"lat": contender.payload_column, "per": 1 if whole else contender.batch_size}),
@@ -78,18 +85,21 @@ def _idle(bench, contender, variant, how, options, pooler):
     claim = contender.file("claim_waiting_long.sql") or contender.file("claim.sql")
     if claim is None:
         return
-    roles = [Role("cons", claim, IDLE, options)]
-    seconds = bench.options.idle_seconds
-    running = bench.qbench(contender, roles, seconds, pooler=pooler)
-    try:
-        time.sleep(min(2.0, seconds / 3))  # connected and waiting
+    seconds = bench.options.idle_seconds / 2
 
+    def idle(workers):
         def measure():
-            before = time.monotonic()
-            time.sleep(seconds / 2)
-            return {"tasks": 0, "rate": 0, "elapsed": time.monotonic() - before}
+            time.sleep(seconds)
+            return {"tasks": 0, "rate": 0}
 
-        bench.sample(contender, {"path": variant, "what": "idle", "how": how}, measure)
+        kept = bench.measured(contender.database, measure)
+        bench.record(contender, {"path": variant, "what": "idle", "how": how, "workers": workers}, kept | {"cpu_share": kept["cpu_s"] / kept["watched_s"]})
+
+    idle(0)
+    running = bench.qbench(contender, [Role("cons", claim, IDLE, options)], 3 * seconds + 10, pooler=pooler)
+    try:
+        time.sleep(min(3.0, seconds))  # connected and waiting
+        idle(IDLE)
     finally:
         _cancel(bench, contender)
         running.stop()
@@ -98,4 +108,6 @@ def _idle(bench, contender, variant, how, options, pooler):
 def _cancel(bench, contender):
     """Waits in the server last longer than the sample."""
     with bench.server.cluster.connect(contender.database) as conn:
-        conn.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'")
+        conn.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
+        )
