@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import threading
 import time
 
 from . import drivers, machine
@@ -18,6 +19,7 @@ TALLIED = ("wal_bytes", "full_page_images", "inserted", "updated", "hot_updated"
 FOREIGN_LIMIT = 0.15  # cores of others that count as a quiet machine
 SETTLED = 0.03  # cores of the server that count as its having nothing left to do
 SETTLE_LIMIT = 4.0  # seconds
+OWN_LIMIT = 240.0  # seconds for a scenario of a contender with a client of its own
 
 
 class Bench:
@@ -76,11 +78,11 @@ class Bench:
         self.record(contender, point, kept)
         return kept
 
-    def measured(self, database, measure):
-        """The figures of `measure` with those of the server and the machine for the same time."""
+    def measured(self, database, measure, beside=()):
+        """The figures of `measure` with those of the server and the machine for the same time. `beside`: processes that make load meanwhile."""
         self.wait_until_quiet()
         before = self.tally(database)
-        watch = machine.Watch(self.server.pid)
+        watch = machine.Watch(self.server.pid, beside=(*self.server.helpers(), *beside))
         kept = measure()
         time.sleep(0.1)  # until ended backends have been waited for and have told their statistics
         kept |= watch.stop()
@@ -169,21 +171,26 @@ class Bench:
         if contender.version_source.startswith("pypi:"):
             self.server.create(contender.database)
         floor = self.floor()["rate"]
-        with subprocess.Popen(
-            [contender.folder / "run", scenario], stdout=subprocess.PIPE, text=True,
-            env=self.server.environment(contender.database) | {name: str(value) for name, value in values.items()},
-        ) as child:  # fmt: skip
+        command = [contender.folder / "run", scenario]
+        environment = self.server.environment(contender.database) | {name: str(value) for name, value in values.items()}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
+            # A client that hangs must not hang the run.
+            limit = threading.Timer(OWN_LIMIT + self.options.held_seconds, child.terminate)
+            limit.start()
             watch = machine.Watch(child.pid, self.server.pid)
-            for line in child.stdout:
-                if line.startswith("{"):
-                    found = json.loads(line)
-                    # From the client's start on; what the sample itself took of the server's CPU, the client tells.
-                    around = watch.stop()
-                    kept = (
-                        {name: around[name] for name in ("foreign_cores", "steal_cores")}
-                        | {"floor_rate": floor, "of_floor": found.get("rate", 0) / floor}
-                        | found
-                    )
-                    self.record(contender, (point or {}) | kept.pop("point", {}), kept)
+            try:
+                for line in child.stdout:
+                    if line.startswith("{"):
+                        found = json.loads(line)
+                        # From the client's start on; what the sample itself took of the server's CPU, the client tells.
+                        around = watch.stop()
+                        kept = {name: around[name] for name in ("foreign_cores", "steal_cores")} | found
+                        kept |= {"floor_rate": floor, "of_floor": found.get("rate", 0) / floor}
+                        self.record(contender, (point or {}) | kept.pop("point", {}), kept)
+            except BaseException:
+                child.terminate()
+                raise
+            finally:
+                limit.cancel()
         if child.returncode:
             raise drivers.DriverError(f"{contender.name}'s own client ended with {child.returncode}")

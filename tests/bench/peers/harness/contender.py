@@ -78,9 +78,13 @@ class Contender:
         self._fill(server, database, environment)
         node = peers / "node/node_modules/.bin/node"
         done = subprocess.run(
-            [node, peers / f"node/{self.name}.mjs"], env=server.environment(database) | environment, timeout=SETUP_LIMIT,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            [node, peers / f"node/{self.name}.mjs"],
+            env=server.environment(database) | environment,
+            timeout=SETUP_LIMIT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         if done.returncode:
             raise RuntimeError(f"{self.name}'s statements could not be recorded:\n{done.stdout[-3000:]}")
         server.drop(database)

@@ -33,9 +33,22 @@ class Qbench:
 
     def __init__(self, program, dsn, roles, seconds, tasks=0, backlog=0, interval_ms=0, unnamed=False, pooler=None, prefix=(), environment=None):
         command = [
-            *prefix, str(program), "-d", dsn, "-T", str(seconds), "-n", str(tasks), "-b", str(backlog), "-i", str(interval_ms),
-            *(["-x"] if unnamed else []), *(["-p", pooler] if pooler else []), *(role.argument() for role in roles),
-        ]  # fmt: skip
+            *prefix,
+            str(program),
+            "-d",
+            dsn,
+            "-T",
+            str(seconds),
+            "-n",
+            str(tasks),
+            "-b",
+            str(backlog),
+            "-i",
+            str(interval_ms),
+            *(["-x"] if unnamed else []),
+            *(["-p", pooler] if pooler else []),
+            *(role.argument() for role in roles),
+        ]
         self.most = seconds + 120
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -78,9 +91,23 @@ def pgbench(program, environment, script, clients, seconds):
     """The same script in pgbench: rate and percentiles, to check qbench by."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            program, "-n", "-M", "prepared", "-c", str(clients), "-j", str(min(2, clients)), "-T", str(max(1, round(seconds))), "-f", str(script),
-            "-D", f"payload={PAYLOAD}", "-l", f"--log-prefix={folder}/log",
-        ]  # fmt: skip
+            program,
+            "-n",
+            "-M",
+            "prepared",
+            "-c",
+            str(clients),
+            "-j",
+            str(min(2, clients)),
+            "-T",
+            str(max(1, round(seconds))),
+            "-f",
+            str(script),
+            "-D",
+            f"payload={PAYLOAD}",
+            "-l",
+            f"--log-prefix={folder}/log",
+        ]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds + 120)
         if done.returncode:
             raise DriverError(f"pgbench: {done.stderr.strip()[-500:]}")

@@ -26,6 +26,8 @@ def _processes():
 
 def tree_seconds(*roots):
     """CPU seconds of processes with all their descendants, living or waited for."""
+    if not roots:
+        return 0.0
     processes = _processes()
     children = {}
     for pid, (parent, _) in processes.items():
@@ -50,20 +52,21 @@ def all_seconds():
 
 
 class Watch:
-    """From its making to `stop`: CPU of the processes that are measured, and of everybody else on the machine."""
+    """From its making to `stop`: CPU of the processes that are measured, and of everybody else on the machine. `beside` are processes that belong to the bench and
+    are not waited for before `stop`."""
 
-    def __init__(self, *roots):
-        self.roots = roots
+    def __init__(self, *roots, beside=()):
+        self.roots, self.beside = roots, beside
         self.began = time.monotonic()
         self.before = self._now()
 
     def _now(self):
-        return tree_seconds(*self.roots), own_seconds(), *all_seconds()
+        return tree_seconds(*self.roots), tree_seconds(*self.beside) + own_seconds(), *all_seconds()
 
     def stop(self):
         elapsed = time.monotonic() - self.began
-        server, own, busy, steal = (after - before for before, after in zip(self.before, self._now(), strict=True))
-        return {"cpu_s": server, "foreign_cores": max(0.0, busy - server - own) / elapsed, "steal_cores": steal / elapsed, "watched_s": elapsed}
+        measured, own, busy, steal = (after - before for before, after in zip(self.before, self._now(), strict=True))
+        return {"cpu_s": measured, "foreign_cores": max(0.0, busy - measured - own) / elapsed, "steal_cores": steal / elapsed, "watched_s": elapsed}
 
 
 def filesystem(path):
@@ -82,9 +85,13 @@ def describe(path):
     memory = int(re.search(r"MemTotal:\s+(\d+)", pathlib.Path("/proc/meminfo").read_text())[1]) // 1024 // 1024
     release = re.search(r'PRETTY_NAME="(.*)"', pathlib.Path("/etc/os-release").read_text())
     return {
-        "cpu": cpu[1] if cpu else platform.machine(), "cores": os.cpu_count(), "memory_gb": memory, "kernel": platform.release(),
-        "system": release[1] if release else platform.system(), "data_on": filesystem(path),
-    }  # fmt: skip
+        "cpu": cpu[1] if cpu else platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gb": memory,
+        "kernel": platform.release(),
+        "system": release[1] if release else platform.system(),
+        "data_on": filesystem(path),
+    }
 
 
 def flush_rate(tool, path, seconds=2):

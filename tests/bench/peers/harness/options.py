@@ -29,23 +29,42 @@ class Options:
 
 def full():
     return {
-        "rounds": 3, "seconds": 4.0, "backlog": 200_000, "levels": (1_000, 10_000, 100_000, 1_000_000), "waiting": 100_000, "held_tasks": 600_000,
-        "held_seconds": 60.0, "held_limit": 420.0, "idle_seconds": 12.0, "load_limit": 90.0, "quiet": 900.0,
-    }  # fmt: skip
+        "rounds": 3,
+        "seconds": 4.0,
+        "backlog": 200_000,
+        "levels": (1_000, 10_000, 100_000, 1_000_000),
+        "waiting": 100_000,
+        "held_tasks": 600_000,
+        "held_seconds": 60.0,
+        "held_limit": 420.0,
+        "idle_seconds": 12.0,
+        "load_limit": 90.0,
+        "quiet": 900.0,
+    }
 
 
 def quick():
     return {
-        "rounds": 1, "seconds": 1.0, "backlog": 5_000, "levels": (1_000, 5_000), "waiting": 2_000, "held_tasks": 20_000, "held_seconds": 12.0,
-        "held_limit": 15.0, "idle_seconds": 3.0, "load_limit": 15.0, "quiet": 0.0,
-    }  # fmt: skip
+        "rounds": 1,
+        "seconds": 1.0,
+        "backlog": 5_000,
+        "levels": (1_000, 5_000),
+        "waiting": 2_000,
+        "held_tasks": 20_000,
+        "held_seconds": 12.0,
+        "held_limit": 15.0,
+        "idle_seconds": 3.0,
+        "load_limit": 15.0,
+        "quiet": 0.0,
+    }
 
 
 def parse(all_contenders, all_scenarios):
     parser = argparse.ArgumentParser(
-        prog="tests/bench/peers/run", description="Measures pg_stint and its peers side by side and writes docs/bench. " + NAMES,
+        prog="tests/bench/peers/run",
+        description="Measures pg_stint and its peers side by side and writes docs/bench. " + NAMES,
         epilog="make bench passes QUICK=1, ONLY=…, SCENARIOS=…, ROUNDS=… and NEW=1 on.",
-    )  # fmt: skip
+    )
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes for each figure: shows that everything runs, not how fast it is")
     parser.add_argument("--only", metavar="NAME,…", help="these contenders: " + ", ".join(all_contenders))
     parser.add_argument("--scenarios", metavar="NAME,…", help="these scenarios: " + ", ".join(all_scenarios))
@@ -70,7 +89,9 @@ def parse(all_contenders, all_scenarios):
     if "BENCH_QUIET" in os.environ:
         values["quiet"] = float(os.environ["BENCH_QUIET"])
     options = Options(
-        quick=arguments.quick, contenders=chosen(arguments.only, all_contenders, "contender"),
-        scenarios=chosen(arguments.scenarios, all_scenarios, "scenario"), **values,
-    )  # fmt: skip
+        quick=arguments.quick,
+        contenders=chosen(arguments.only, all_contenders, "contender"),
+        scenarios=chosen(arguments.scenarios, all_scenarios, "scenario"),
+        **values,
+    )
     return options, arguments

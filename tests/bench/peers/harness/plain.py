@@ -3,6 +3,7 @@
 import json
 
 from .drivers import PAYLOAD
+from .scripts import filled, statements
 
 # Tables that hold rows, each partition for itself.
 TABLES = """
@@ -21,11 +22,9 @@ def write_plain_insert(conn, path, enqueue_many, init):
     """Calls enqueue_many once, keeps the rows its transaction wrote, and writes a script that inserts a thousand like them at each run."""
     conn.execute("CREATE SCHEMA IF NOT EXISTS plain")
     conn.execute("CREATE SEQUENCE IF NOT EXISTS plain.number START 1000000000")
-    tasks = conn.execute(init.read_text().replace("\\gset", "").replace(":payload", "'" + PAYLOAD + "'"))
+    tasks = conn.execute(filled(statements(init)[0], lambda _payload: PAYLOAD))
     named = dict(zip((column.name for column in tasks.description), tasks.fetchone(), strict=True))
-    call = enqueue_many.read_text().strip().rstrip(";")
-    for name, value in named.items():
-        call = call.replace(f":{name}", "'" + value.replace("'", "''") + "'")
+    call = filled(statements(enqueue_many)[0], named.__getitem__)
     with conn.transaction():
         conn.execute(call)
         xid = conn.execute("SELECT pg_current_xact_id()::text::bigint % (2 ^ 32)::bigint").fetchone()[0]

@@ -92,6 +92,10 @@ class Server:
             self.bouncer.stop()
             self.bouncer = None
 
+    def helpers(self):
+        """Processes of the bench beside the server."""
+        return [self.bouncer.process.pid] if self.bouncer else []
+
     def destroy(self):
         self.stop_bouncer()
         self.cluster.destroy()

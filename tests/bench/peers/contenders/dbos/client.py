@@ -129,9 +129,14 @@ def held():
         end = sorted(part["tasks"] for part in series[-max(1, len(series) // 4) :])
         ran = sum(part["tasks"] for part in series)
         return {
-            "tasks": ran, "rate": ran / HELD_SECONDS, "series": series, "held_at_s": held_at, "start_rate": start[len(start) // 2] if start else None,
-            "end_rate": end[len(end) // 2], "tasks_held": sum(part["tasks"] for part in series if part["ms"] >= 1000 * held_at),
-        }  # fmt: skip
+            "tasks": ran,
+            "rate": ran / HELD_SECONDS,
+            "series": series,
+            "held_at_s": held_at,
+            "start_rate": start[len(start) // 2] if start else None,
+            "end_rate": end[len(end) // 2],
+            "tasks_held": sum(part["tasks"] for part in series if part["ms"] >= 1000 * held_at),
+        }
 
     sample(measure)
 

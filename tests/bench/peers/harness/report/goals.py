@@ -5,12 +5,16 @@ from . import tables
 OURS = "pg_stint"
 
 
+def _figure(value):
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _at_least(words, value, least, unit=""):
-    return words, f"≥ {least:,g}{unit}", None if value is None else f"{tables.number(value)}{unit}", None if value is None else value >= least
+    return words, f"≥ {least:,g}{unit}", None if value is None else f"{_figure(value)}{unit}", None if value is None else value >= least
 
 
 def _at_most(words, value, most, unit=""):
-    return words, f"≤ {most:,g}{unit}", None if value is None else f"{tables.number(value)}{unit}", None if value is None else value <= most
+    return words, f"≤ {most:,g}{unit}", None if value is None else f"{_figure(value)}{unit}", None if value is None else value <= most
 
 
 def _ratio(over, under, name="rate"):

@@ -8,18 +8,18 @@ from . import goals, plots, summary, tables
 from .stats import FOREIGN_LIMIT, STEAL_LIMIT, Results, disturbed
 
 HOW = """
-Every figure is the median of the rounds ({rounds}), which go through all scenarios one after the other, so that what is compared was measured side by side and a slow hour
-hits all alike. The *spread* is half the distance between the extremes, as a share of the median. *Of bare insert+commit* divides by the rate of single-row inserts by 8
-clients into a table with one index, measured right before and right after the very sample.
+Every figure is the median of the rounds ({rounds}), which go through all scenarios one after the other, so that what is compared was measured side by
+side and a slow hour hits all alike. The *spread* is half the distance between the extremes, as a share of the median. *Of bare insert+commit* divides
+by the rate of single-row inserts by 8 clients into a table with one index, measured right before and right after the very sample.
 
 All SQL contenders run on one server with one configuration, in a fresh database each, after a checkpoint; payloads have 300 bytes. The driver is
-`tests/bench/peers/driver/qbench.c`, checked against pgbench under the floors. Each contender has its product's defaults, and sends what its own client sends: recorded from that
-client where its statements are no public interface. Nothing is tuned for any of them, and nothing is left out. WAL, CPU and rows written are counted for the sample's time and
-divided by its tasks; CPU is of all server processes, *after it* is what they still used in the seconds after the sample (background workers, autovacuum). A dash is what a
-contender does not do, or what was not measured in this run.
+`tests/bench/peers/driver/qbench.c`, checked against pgbench under the floors. Each contender has its product's defaults, and sends what its own
+client sends: recorded from that client where its statements are no public interface. Nothing is tuned for any of them, and nothing is left out. WAL,
+CPU and rows written are counted for the sample's time and divided by its tasks; CPU is of all server processes, *after it* is what they still used in
+the seconds after the sample (background workers, autovacuum). A dash is what a contender does not do, or what was not measured in this run.
 
-A sample during which others used more than {foreign:g} of a core, or the hypervisor took more than {steal:g}, is set aside where the same figure has undisturbed ones,
-and marked † where it has none: read those as lower bounds.
+A sample during which others used more than {foreign:g} of a core, or the hypervisor took more than {steal:g}, is set aside where the same figure has
+undisturbed ones, and marked † where it has none: read those as lower bounds.
 """
 
 
@@ -87,9 +87,20 @@ def write(store, contenders, folder=None):
     quick = "\n**A quick run: it shows that everything works; its figures mean nothing.**\n" if options["quick"] else ""
     how = HOW.format(rounds=options["rounds"], foreign=FOREIGN_LIMIT, steal=STEAL_LIMIT)
     parts = [
-        "# Bench\n", quick, "Made by `make bench`; [tests/bench/peers](../../tests/bench/peers/README.md) says how.\n", "## Summary\n", summary.table(results), drawn["held"], drawn["rates"],
-        "## How it was measured\n" + how, _machine(results), "\n## Goals\n", goals.table(results), "## Contenders\n", _contenders(results),
-    ]  # fmt: skip
+        "# Bench\n",
+        quick,
+        "Made by `make bench`; [tests/bench/peers](../../tests/bench/peers/README.md) says how.\n",
+        "## Summary\n",
+        summary.table(results),
+        drawn["held"],
+        drawn["rates"],
+        "## How it was measured\n" + how,
+        _machine(results),
+        "\n## Goals\n",
+        goals.table(results),
+        "## Contenders\n",
+        _contenders(results),
+    ]
     after = {"held": ("held_claims", "held_ours"), "backlog": ("backlog",)}
     for scenario in ALL:
         parts.append(tables.of(results, scenario))

@@ -9,10 +9,22 @@ from matplotlib.ticker import FuncFormatter, NullFormatter  # noqa: E402
 from .stats import disturbed  # noqa: E402
 
 # Text stays text, and two drawings of the same data are the same file.
-matplotlib.rcParams.update({
-    "svg.fonttype": "none", "svg.hashsalt": "pg_stint", "font.family": "sans-serif", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.grid": True, "grid.color": "#dddddd", "grid.linewidth": 0.6, "legend.frameon": False, "figure.dpi": 96, "savefig.bbox": "tight",
-})  # fmt: skip
+matplotlib.rcParams.update(
+    {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "pg_stint",
+        "font.family": "sans-serif",
+        "font.size": 10,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": "#dddddd",
+        "grid.linewidth": 0.6,
+        "legend.frameon": False,
+        "figure.dpi": 96,
+        "savefig.bbox": "tight",
+    }
+)
 OURS = "#c0392b"
 # Told apart without colour, too: by dashes.
 OTHERS = ("#1f4e79", "#2e7d32", "#6a1b9a", "#b26a00", "#00695c", "#5d4037", "#455a64", "#827717", "#ad1457", "#283593")

@@ -49,11 +49,16 @@ class Results:
 
     def cell(self, contender, scenario, **point):
         name = contender if isinstance(contender, str) else contender.name
-        return Cell([
-            sample for sample in self.samples
-            if sample["contender"] == name and sample["scenario"] == scenario and all(sample["point"].get(key) == value for key, value in point.items())
-            and (point or not sample["point"].get("statement"))
-        ])  # fmt: skip
+        return Cell(
+            [
+                sample
+                for sample in self.samples
+                if sample["contender"] == name
+                and sample["scenario"] == scenario
+                and all(sample["point"].get(key) == value for key, value in point.items())
+                and (point or not sample["point"].get("statement"))
+            ]
+        )
 
     def points(self, scenario, key):
         """The values a coordinate takes in a scenario, in the order of measuring."""

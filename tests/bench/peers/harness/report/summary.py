@@ -7,7 +7,7 @@ HEADS = [
     "enqueue one, 8 clients",
     "one by one, 8 clients",
     "batches of 100, 4 clients",
-    "one by one under a held snapshot: before → after",
+    "one by one with a snapshot held: before → at the end",
     "enqueue to claim, p50 / p99 ms",
     "enqueue with notifications, of without",
     "WAL B for a task's life",
@@ -53,8 +53,8 @@ def text(results):
     about = results.store.about
     return (
         f"{table(results)}\n"
-        f"Medians of {about['options']['rounds']} rounds, all in one run on one machine ({about['machine']['cores']} cores, PostgreSQL {about['postgres']}, every commit flushed), "
-        "300-byte payloads, each product with its defaults. How it was measured, and all the rest: [docs/bench/report.md](docs/bench/report.md); "
-        "`make bench` measures it again.\n\n"
+        f"Medians of {about['options']['rounds']} rounds, all in one run on one machine ({about['machine']['cores']} cores, PostgreSQL "
+        f"{about['postgres']}, every commit flushed), 300-byte payloads, each product with its defaults. "
+        "How it was measured, and all the rest: [docs/bench/report.md](docs/bench/report.md); `make bench` measures it again.\n\n"
         "![Rate over time while a snapshot is held](docs/bench/held-snapshot.svg)\n"
     )

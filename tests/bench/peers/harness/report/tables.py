@@ -55,9 +55,13 @@ COSTS = ("WAL B/task", "server CPU µs/task", "… after it", "rows written/task
 
 def costs(cell):
     return [
-        number(cell.median("wal_bytes_per_task")), number(cell.median("cpu_us_per_task")), number(cell.median("later_cpu_us_per_task")),
-        rows_written(cell), number(cell.median("size_bytes_per_task")), spread(cell),
-    ]  # fmt: skip
+        number(cell.median("wal_bytes_per_task")),
+        number(cell.median("cpu_us_per_task")),
+        number(cell.median("later_cpu_us_per_task")),
+        rows_written(cell),
+        number(cell.median("size_bytes_per_task")),
+        spread(cell),
+    ]
 
 
 def floors(results):
@@ -108,10 +112,18 @@ def pair(results):
     rows = []
     for contender in results.queues:
         if cell := results.cell(contender, "pair"):
-            rows.append([
-                contender.title, f"{cell.median('iteration_avg_us'):.0f}", f"{cell.median('select_avg_us'):.1f}", ratio(cell.median("of_select"), 1),
-                ratio(cell.median("claim_of_select"), 1), ratio(cell.median("complete_of_select"), 1), number(cell.median("cpu_us_per_task")), spread(cell, "of_select"),
-            ])  # fmt: skip
+            rows.append(
+                [
+                    contender.title,
+                    f"{cell.median('iteration_avg_us'):.0f}",
+                    f"{cell.median('select_avg_us'):.1f}",
+                    ratio(cell.median("of_select"), 1),
+                    ratio(cell.median("claim_of_select"), 1),
+                    ratio(cell.median("complete_of_select"), 1),
+                    number(cell.median("cpu_us_per_task")),
+                    spread(cell, "of_select"),
+                ]
+            )
     return table(["", "claim+complete µs", "`select 1` µs", "pair × `select 1`", "claim ×", "completion ×", "server CPU µs/task", "spread"], rows)
 
 
@@ -121,8 +133,16 @@ def budgets(results):
         none = results.cell(contender, "budgets", budgets="none")
         for kind in results.points("budgets", "budgets"):
             if cell := results.cell(contender, "budgets", budgets=kind):
-                rows.append([f"{contender.title}, {kind if kind != 'none' else 'no budget'}", rate(cell), ratio(results.ratio(cell, none)), milliseconds(cell.median("p50_us")),
-                             milliseconds(cell.median("p99_us")), *costs(cell)])  # fmt: skip
+                rows.append(
+                    [
+                        f"{contender.title}, {kind if kind != 'none' else 'no budget'}",
+                        rate(cell),
+                        ratio(results.ratio(cell, none)),
+                        milliseconds(cell.median("p50_us")),
+                        milliseconds(cell.median("p99_us")),
+                        *costs(cell),
+                    ]
+                )
     return table(["", "tasks/s", "of no budget", "claim p50 ms", "claim p99 ms", *COSTS], rows)
 
 
@@ -131,8 +151,18 @@ def crowd(results):
     for contender in results.queues:
         few, many = (results.cell(contender, "crowd", clients=clients) for clients in (8, 64))
         if many:
-            rows.append([contender.title, rate(few), rate(many), ratio(results.ratio(many, few)), milliseconds(many.median("p50_us")), milliseconds(many.median("p99_us")),
-                         number(many.median("errors")), spread(many)])  # fmt: skip
+            rows.append(
+                [
+                    contender.title,
+                    rate(few),
+                    rate(many),
+                    ratio(results.ratio(many, few)),
+                    milliseconds(many.median("p50_us")),
+                    milliseconds(many.median("p99_us")),
+                    number(many.median("errors")),
+                    spread(many),
+                ]
+            )
     return table(["", "8 clients, tasks/s", "64 clients, tasks/s", "of 8", "claim p50 ms", "claim p99 ms", "errors", "spread"], rows)
 
 
@@ -141,8 +171,17 @@ def notify(results):
     for contender in results.queues:
         on, off = (results.cell(contender, "notify", notifications=state) for state in ("on", "off"))
         if on and off:
-            rows.append([contender.title, rate(on), rate(off), ratio(results.ratio(on, off)), number(on.median("notifications")),
-                         f"{number(on.median('cpu_us_per_task'))} / {number(off.median('cpu_us_per_task'))}", spread(on)])  # fmt: skip
+            rows.append(
+                [
+                    contender.title,
+                    rate(on),
+                    rate(off),
+                    ratio(results.ratio(on, off)),
+                    number(on.median("notifications")),
+                    f"{number(on.median('cpu_us_per_task'))} / {number(off.median('cpu_us_per_task'))}",
+                    spread(on),
+                ]
+            )
     return table(["", "tasks/s with", "without", "of without", "notifications heard by two", "CPU µs/task with / without", "spread"], rows)
 
 
@@ -156,10 +195,18 @@ def waiting(results):
                 continue
             how = (latency or idle).samples[-1]["point"].get("how", "")
             shares = [f"{cell.median('cpu_share') * 100:.1f} %" if cell else "–" for cell in (none, idle)]
-            rows.append([
-                contender.title + (", through PgBouncer" if path == "pgbouncer" else ""), how, milliseconds(latency.median("p50_us")), milliseconds(latency.median("p99_us")),
-                *shares, number(idle.median("wal_bytes")), number(idle.median("xids")), spread(latency, "p50_us"),
-            ])  # fmt: skip
+            rows.append(
+                [
+                    contender.title + (", through PgBouncer" if path == "pgbouncer" else ""),
+                    how,
+                    milliseconds(latency.median("p50_us")),
+                    milliseconds(latency.median("p99_us")),
+                    *shares,
+                    number(idle.median("wal_bytes")),
+                    number(idle.median("xids")),
+                    spread(latency, "p50_us"),
+                ]
+            )
     return table(
         ["", "how it waits", "p50 ms", "p99 ms", "CPU of one core: nobody waits", "64 wait", "WAL B meanwhile", "transaction ids", "spread of p50"], rows
     )
@@ -185,8 +232,14 @@ def backlog(results):
             cells = {count: cell for count in counts if (cell := results.cell(contender, "backlog", **{kind: count}))}
             if len(cells) > 1:
                 first, last = cells[min(cells)], cells[max(cells)]
-                rows.append([contender.title, *(f"{milliseconds(c.median('p50_us'))} / {milliseconds(c.median('p99_us'))} / {number(c.median('buffers'))}" for c in (first, last)),
-                             f"{max(cells):,}", ratio(results.ratio(last, first, "p99_us"))])  # fmt: skip
+                rows.append(
+                    [
+                        contender.title,
+                        *(f"{milliseconds(c.median('p50_us'))} / {milliseconds(c.median('p99_us'))} / {number(c.median('buffers'))}" for c in (first, last)),
+                        f"{max(cells):,}",
+                        ratio(results.ratio(last, first, "p99_us")),
+                    ]
+                )
         if rows:
             text += f"\nThe same with 1,000 ready, and beside them tasks {words}.\n\n" + table(["", "without", "with", "how many", "p99: with ÷ without"], rows)
     return text
@@ -205,11 +258,21 @@ def held(results):
             for load in results.points("held", "load"):
                 if cell := results.cell(contender, "held", hold=hold, load=load):
                     seen = [count for _, count in cell.samples[0].get("buffers", []) if count is not None]
-                    rows.append([
-                        contender.title + (f", {load}" if load != "plain" else ""), rate(cell, "start_rate"), rate(cell, "end_rate"), ratio(share(cell)),
-                        milliseconds(cell.median("start_p99_us")), milliseconds(cell.median("end_p99_us")), number(cell.median("tasks_held")), number(cell.median("elapsed")),
-                        f"{number(seen[0])} → {number(seen[-1])}" if seen else "–", number(cell.median("dead")), spread(cell, "end_rate"),
-                    ])  # fmt: skip
+                    rows.append(
+                        [
+                            contender.title + (f", {load}" if load != "plain" else ""),
+                            rate(cell, "start_rate"),
+                            rate(cell, "end_rate"),
+                            ratio(share(cell)),
+                            milliseconds(cell.median("start_p99_us")),
+                            milliseconds(cell.median("end_p99_us")),
+                            number(cell.median("tasks_held")),
+                            number(cell.median("elapsed")),
+                            f"{number(seen[0])} → {number(seen[-1])}" if seen else "–",
+                            number(cell.median("dead")),
+                            spread(cell, "end_rate"),
+                        ]
+                    )
         if rows:
             heads = [
                 "",
@@ -272,9 +335,22 @@ def operations(results):
 
 
 WRITERS = {
-    "floors": floors, "enqueue": simple("enqueue"), "enqueue_many": enqueue_many, "claim": simple("claim", "claim"), "finish_and_claim": simple("finish_and_claim"),
-    "batch": simple("batch", "claim"), "pair": pair, "budgets": budgets, "crowd": crowd, "notify": notify, "waiting": waiting, "backlog": backlog, "held": held, "operations": operations, "profile": profile,
-}  # fmt: skip
+    "floors": floors,
+    "enqueue": simple("enqueue"),
+    "enqueue_many": enqueue_many,
+    "claim": simple("claim", "claim"),
+    "finish_and_claim": simple("finish_and_claim"),
+    "batch": simple("batch", "claim"),
+    "pair": pair,
+    "budgets": budgets,
+    "crowd": crowd,
+    "notify": notify,
+    "waiting": waiting,
+    "backlog": backlog,
+    "held": held,
+    "operations": operations,
+    "profile": profile,
+}
 
 
 def of(results, scenario):

@@ -27,6 +27,19 @@ from . import (
 )
 
 ALL = {
-    "floors": floors, "enqueue": enqueue, "enqueue_many": enqueue_many, "claim": claim, "finish_and_claim": finish_and_claim, "batch": batch, "pair": pair,
-    "budgets": budgets, "crowd": crowd, "notify": notify, "waiting": waiting, "backlog": backlog, "held": held, "operations": operations, "profile": profile,
-}  # fmt: skip
+    "floors": floors,
+    "enqueue": enqueue,
+    "enqueue_many": enqueue_many,
+    "claim": claim,
+    "finish_and_claim": finish_and_claim,
+    "batch": batch,
+    "pair": pair,
+    "budgets": budgets,
+    "crowd": crowd,
+    "notify": notify,
+    "waiting": waiting,
+    "backlog": backlog,
+    "held": held,
+    "operations": operations,
+    "profile": profile,
+}

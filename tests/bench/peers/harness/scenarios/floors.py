@@ -32,6 +32,7 @@ def run(bench, contender, _variant):
     program, environment = bench.server.tool("pgbench"), bench.server.environment(contender.database)
     for statement, script in ("select 1", "select.sql"), ("insert one row", "insert.sql"):
         bench.sample(
-            contender, {"statement": f"{statement}, by pgbench", "clients": 8},
+            contender,
+            {"statement": f"{statement}, by pgbench", "clients": 8},
             lambda script=script: drivers.pgbench(program, environment, contender.file(script), 8, bench.options.seconds),
-        )  # fmt: skip
+        )

@@ -97,8 +97,9 @@ def _figures(result, held_at, seen):
     for name, parts in ("start", start), ("end", end):
         kept |= {
             f"{name}_rate": statistics.median(part["tasks"] for part in parts) if parts else None,
-            f"{name}_p99_us": over(parts, lambda part: part["claim"]["p99_us"]), f"{name}_p50_us": over(parts, lambda part: part["claim"]["p50_us"]),
-        }  # fmt: skip
+            f"{name}_p99_us": over(parts, lambda part: part["claim"]["p99_us"]),
+            f"{name}_p50_us": over(parts, lambda part: part["claim"]["p50_us"]),
+        }
     return kept
 
 

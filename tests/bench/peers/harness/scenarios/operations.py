@@ -3,10 +3,13 @@
 import re
 import statistics
 
+from ..scripts import filled, statements
+
 TITLE = "What one call writes"
 CALLS = 40
 ROWS = """
-SELECT relname, n_tup_ins, n_tup_upd, n_tup_del FROM pg_stat_xact_user_tables WHERE n_tup_ins + n_tup_upd + n_tup_del > 0 AND schemaname <> 'pg_toast'
+SELECT regexp_replace(relname, '_c\\d+_\\d+$', ''), n_tup_ins, n_tup_upd, n_tup_del
+FROM pg_stat_xact_user_tables WHERE n_tup_ins + n_tup_upd + n_tup_del > 0 AND schemaname <> 'pg_toast'
 """
 PAYLOAD = '{"t": 0, "pad": "' + "x" * 265 + '"}'
 
@@ -27,17 +30,6 @@ def seconds(_options, _contender, _variant):
     return 15
 
 
-def statements(path):
-    """The statements of a script, without qbench's own lines."""
-    text = "\n".join(line for line in path.read_text().splitlines() if not line.lstrip().startswith(("--", "\\set")))
-    return [part.strip().rstrip(";") for part in re.split(r"\\gset|;\s*$|;\s*\n", text) if part.strip().rstrip(";")]
-
-
-def _filled(statement, values):
-    """The statement with literals for its variables."""
-    return re.sub(r"(?<!:):(?!:)([a-z_]\w*)", lambda found: "'" + str(values[found[1]]).replace("'", "''") + "'", statement)
-
-
 def _sections(path):
     """A file of named statements: each under a line "-- name: how it is prepared", where that is "claimed" or "nothing"."""
     found = re.findall(r"^-- (.+?): (claimed|nothing)\n((?:(?!-- ).*\n)+)", path.read_text(), re.M)
@@ -51,16 +43,21 @@ class _Session:
 
     def call(self, statement):
         """Runs it in a transaction of its own; returns bytes of WAL and rows by table, and keeps what it returned for the next."""
-        text = _filled(statement, self.values)
+        text = filled(statement, self.values.__getitem__)
         before = self.conn.execute("SELECT pg_current_wal_insert_lsn() - '0/0'").fetchone()[0]
         with self.conn.transaction():
+            counted = self._rows()  # with what the session has not told the server's statistics yet
             cursor = self.conn.execute(text)
             if cursor.description and (row := cursor.fetchone()):
                 # An array is written as PostgreSQL writes it, which only ids need here.
                 self.values |= {column.name: value for column, value in zip(cursor.description, row, strict=True) if not isinstance(value, (dict, list))}
-            rows = self.conn.execute(ROWS).fetchall()
+            rows = self._rows()
         after = self.conn.execute("SELECT pg_current_wal_insert_lsn() - '0/0'").fetchone()[0]
-        return float(after - before), {name: counts for name, *counts in rows}
+        changed = {name: [now - then for now, then in zip(counts, counted.get(name, (0, 0, 0)), strict=True)] for name, counts in rows.items()}
+        return float(after - before), {name: counts for name, counts in changed.items() if any(counts)}
+
+    def _rows(self):
+        return {name: counts for name, *counts in self.conn.execute(ROWS)}
 
 
 def run(bench, contender, _variant):

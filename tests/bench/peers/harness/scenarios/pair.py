@@ -42,9 +42,11 @@ def run(bench, contender, _variant):
             after = drivers.figures(bench.run(floor, select, **options))
             unit = (before["iteration_avg_us"] + after["iteration_avg_us"]) / 2
             return figures | {
-                "select_avg_us": unit, "of_select": figures["iteration_avg_us"] / unit,
-                "claim_of_select": figures["avg_us"] / unit, "complete_of_select": figures.get("second_avg_us", 0) / unit,
-            }  # fmt: skip
+                "select_avg_us": unit,
+                "of_select": figures["iteration_avg_us"] / unit,
+                "claim_of_select": figures["avg_us"] / unit,
+                "complete_of_select": figures.get("second_avg_us", 0) / unit,
+            }
 
         bench.sample(contender, {}, lambda: finish(pair()))
     finally:

@@ -87,19 +87,19 @@ def _idle(bench, contender, variant, how, options, pooler):
         return
     seconds = bench.options.idle_seconds / 2
 
-    def idle(workers):
+    def idle(workers, driver=()):
         def measure():
             time.sleep(seconds)
             return {"tasks": 0, "rate": 0}
 
-        kept = bench.measured(contender.database, measure)
+        kept = bench.measured(contender.database, measure, driver)
         bench.record(contender, {"path": variant, "what": "idle", "how": how, "workers": workers}, kept | {"cpu_share": kept["cpu_s"] / kept["watched_s"]})
 
     idle(0)
     running = bench.qbench(contender, [Role("cons", claim, IDLE, options)], 3 * seconds + 10, pooler=pooler)
     try:
         time.sleep(min(3.0, seconds))  # connected and waiting
-        idle(IDLE)
+        idle(IDLE, [running.process.pid])
     finally:
         _cancel(bench, contender)
         running.stop()
