@@ -24,9 +24,10 @@ def capture(*command):
 def units(chosen, entrants):
     """All units in the order in which they run: rounds far apart, and within a round all contenders of a scenario side by side."""
     for turn in range(1, chosen.rounds + 1):
-        for name in chosen.scenarios:
-            module = scenarios.ALL[name]
+        for name, module in scenarios.ALL.items():
             for variant in module.variants(chosen):
+                if name not in chosen.scenarios and f"{name}/{variant}" not in chosen.scenarios:
+                    continue
                 if turn > getattr(module, "rounds", lambda options, _variant: options.rounds)(chosen, variant):
                     continue
                 for entrant in entrants.values():
@@ -89,7 +90,7 @@ def measure(bench, todo, retry):
 
 def main():
     entrants = contenders.every()
-    chosen, arguments = options.parse(tuple(entrants), tuple(scenarios.ALL))
+    chosen, arguments = options.parse(tuple(entrants), scenarios.names())
     sys.stdout.reconfigure(line_buffering=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))

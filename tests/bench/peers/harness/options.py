@@ -60,6 +60,7 @@ def quick():
 
 
 def parse(all_contenders, all_scenarios):
+    """`all_scenarios`: names, and whether a run without a choice takes them; the others are parts of those."""
     parser = argparse.ArgumentParser(
         prog="tests/bench/peers/run",
         description="Measures pg_stint and its peers side by side and writes docs/bench. " + NAMES,
@@ -67,7 +68,11 @@ def parse(all_contenders, all_scenarios):
     )
     parser.add_argument("--quick", action="store_true", help="seconds instead of minutes for each figure: shows that everything runs, not how fast it is")
     parser.add_argument("--only", metavar="NAME,…", help="these contenders: " + ", ".join(all_contenders))
-    parser.add_argument("--scenarios", metavar="NAME,…", help="these scenarios: " + ", ".join(all_scenarios))
+    parser.add_argument(
+        "--scenarios",
+        metavar="NAME,…",
+        help="these scenarios: " + ", ".join(name for name, whole in all_scenarios.items() if whole) + "; or a part, as held/snapshot+plain",
+    )
     parser.add_argument("--rounds", type=int, help="how often everything is measured (3; quick: 1)")
     parser.add_argument("--new", action="store_true", help="begin anew instead of going on with an interrupted run")
     parser.add_argument("--retry", action="store_true", help="measure again what failed in the run that is gone on with")
@@ -76,12 +81,12 @@ def parse(all_contenders, all_scenarios):
     parser.add_argument("--list", action="store_true", help="print what would be measured, and about how long it takes")
     arguments = parser.parse_args()
 
-    def chosen(given, known, what):
+    def chosen(given, known, what, every):
         names = tuple(name for name in (given or "").split(",") if name)
         for name in names:
             if name not in known:
                 parser.error(f'unknown {what} "{name}"; there are {", ".join(known)}')
-        return tuple(name for name in known if not names or name in names)
+        return names or every
 
     values = quick() if arguments.quick else full()
     if arguments.rounds:
@@ -90,8 +95,8 @@ def parse(all_contenders, all_scenarios):
         values["quiet"] = float(os.environ["BENCH_QUIET"])
     options = Options(
         quick=arguments.quick,
-        contenders=chosen(arguments.only, all_contenders, "contender"),
-        scenarios=chosen(arguments.scenarios, all_scenarios, "scenario"),
+        contenders=chosen(arguments.only, all_contenders, "contender", all_contenders),
+        scenarios=chosen(arguments.scenarios, all_scenarios, "scenario", tuple(name for name, whole in all_scenarios.items() if whole)),
         **values,
     )
     return options, arguments

@@ -143,6 +143,13 @@ def held():
 
 DBOS.launch()
 queue = DBOS.register_queue("bench")
+# Until its workers have begun to look for work.
+for _ in range(20):
+    queue.enqueue(task, time.time(), PAD)
+began = time.monotonic()
+while len(waited) < 20 and time.monotonic() < began + 30:
+    time.sleep(0.02)
+waited.clear()
 {"enqueue": lambda: sample(lambda: enqueue_for(SECONDS)), "claim": claim, "waiting": waiting, "held": held}[sys.argv[1]]()
 DBOS.destroy()
 os._exit(0)

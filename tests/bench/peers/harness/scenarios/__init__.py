@@ -43,3 +43,8 @@ ALL = {
     "operations": operations,
     "profile": profile,
 }
+
+
+def names():
+    """What may be asked for: a scenario, or one of its variants as "held/snapshot+plain"; values say which of them a run without a choice takes."""
+    return {name: True for name in ALL} | {f"{name}/{variant}": False for name, module in ALL.items() for variant in module.variants(None) if variant}

@@ -30,8 +30,8 @@ def rounds(options, variant):
 def runs(contender, variant):
     if contender.driver == "own":
         return variant == "snapshot+plain" and "held" in contender.own_scenarios
-    claim, enqueue = LOADS[variant.partition("+")[2]]
-    return contender.can(claim, enqueue)
+    load = variant.partition("+")[2]
+    return contender.can(*LOADS[load]) or load == "plain" and contender.can("claim_batch.sql", "ticker.sql")
 
 
 def _limit(options, contender, variant):
@@ -58,19 +58,22 @@ def run(bench, contender, variant):
         bench.warm(contender, 2000)
     alone = 3.0 if options.quick else 10.0
     limit = _limit(options, contender, variant) + alone
+    # Some are run before anything is held.
+    most = int(options.held_tasks * 1.15) if contender.name == "pg_stint" else 0
     producer = contender.producer(READY)
     producer.script = enqueue
-    roles = [Role("cons", claim, CLIENTS), producer]
+    roles = [Role("cons", claim, CLIENTS) if claim else contender.batch_claimers(), producer]
+    if ticker := contender.file("ticker.sql"):
+        roles.append(Role("tick", ticker, 1, {"rate": 1000 / contender.poll_ms, "per": 0}))
 
     def measure():
-        # Some are run before anything is held.
-        driver = bench.qbench(contender, roles, limit, tasks=int(options.held_tasks * 1.15), backlog=READY - 2000, interval_ms=1000)
+        driver = bench.qbench(contender, roles, limit, tasks=most, backlog=READY - 2000, interval_ms=1000)
         began = time.monotonic()
         try:
             time.sleep(alone)
             with holds.ALL[hold](bench.server, contender):
                 held_at = time.monotonic() - began
-                seen = _Buffers(bench, contender, claim.name)
+                seen = _Buffers(bench, contender, claim.name if claim else "claim_batch.sql")
                 try:
                     result = driver.result()
                 finally:

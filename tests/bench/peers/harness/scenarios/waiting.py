@@ -68,7 +68,7 @@ def _latency(bench, contender, variant, how, options, pooler):
         Role("cons", claim, workers, options | {"lat": contender.payload_column, "per": 1 if whole else contender.batch_size}),
     ]
     if ticker := contender.file("ticker.sql"):
-        roles.append(Role("tick", ticker, 1, {"rate": 1000 / contender.poll_ms}))
+        roles.append(Role("tick", ticker, 1, {"rate": 1000 / contender.poll_ms, "per": 0}))
 
     def measure():
         result = bench.run(contender, roles, seconds, pooler=pooler)
