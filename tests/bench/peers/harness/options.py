@@ -24,6 +24,7 @@ class Options:
     held_limit: float  # at most so long for pg_stint, which is meant to get through all of them
     idle_seconds: float
     load_limit: float  # seconds a backlog may take to be loaded
+    overhead: float  # about how many seconds a unit takes beside its samples: a database, the floors, settling
     quiet: float  # seconds to wait in all for the machine to be quiet
 
 
@@ -37,8 +38,9 @@ def full():
         "held_tasks": 600_000,
         "held_seconds": 60.0,
         "held_limit": 420.0,
-        "idle_seconds": 12.0,
+        "idle_seconds": 8.0,
         "load_limit": 90.0,
+        "overhead": 8.0,
         "quiet": 900.0,
     }
 
@@ -51,10 +53,11 @@ def quick():
         "levels": (1_000, 5_000),
         "waiting": 2_000,
         "held_tasks": 20_000,
-        "held_seconds": 12.0,
-        "held_limit": 15.0,
+        "held_seconds": 6.0,
+        "held_limit": 8.0,
         "idle_seconds": 3.0,
         "load_limit": 15.0,
+        "overhead": 3.0,
         "quiet": 0.0,
     }
 

@@ -18,8 +18,8 @@ def runs(contender, variant):
 
 def seconds(options, _contender, variant):
     if variant == "ready":
-        return min(options.load_limit, options.levels[-1] / 30_000) + len(options.levels) * 7
-    return options.waiting / 30_000 + 14
+        return min(options.load_limit, options.levels[-1] / 30_000) + len(options.levels) * 6 + options.overhead
+    return options.waiting / 30_000 + 7 + options.overhead
 
 
 def _claims(bench, contender, point):

@@ -14,7 +14,7 @@ def runs(contender, _variant):
 
 
 def seconds(options, _contender, _variant):
-    return options.seconds + 14 + options.backlog / 40_000
+    return options.seconds + 3 + options.backlog / 40_000 + options.overhead
 
 
 def run(bench, contender, _variant):

@@ -22,7 +22,7 @@ def runs(contender, _variant):
 
 
 def seconds(options, _contender, _variant):
-    return 3 * (options.seconds + 6 + options.backlog / 50_000)
+    return 3 * (options.seconds + options.backlog / 80_000 + options.overhead)
 
 
 def run(bench, contender, _variant):

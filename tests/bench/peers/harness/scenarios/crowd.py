@@ -14,7 +14,7 @@ def runs(contender, _variant):
 
 
 def seconds(options, _contender, _variant):
-    return 2 * options.seconds + 12
+    return 2 * (options.seconds + options.overhead)
 
 
 def run(bench, contender, _variant):

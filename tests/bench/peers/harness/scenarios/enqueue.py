@@ -16,7 +16,7 @@ def runs(contender, _variant):
 
 
 def seconds(options, _contender, _variant):
-    return options.seconds + 8
+    return options.seconds + 3 + options.overhead
 
 
 def run(bench, contender, _variant):

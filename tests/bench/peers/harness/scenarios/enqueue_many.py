@@ -18,7 +18,7 @@ def runs(contender, _variant):
 
 
 def seconds(options, _contender, _variant):
-    return 2 * options.seconds + 8
+    return options.seconds + 1 + options.overhead
 
 
 def run(bench, contender, _variant):

@@ -18,7 +18,7 @@ def runs(contender, _variant):
 
 
 def seconds(options, _contender, _variant):
-    return 8 * options.seconds + 10
+    return 7 * options.seconds + 12
 
 
 def run(bench, contender, _variant):

@@ -42,7 +42,7 @@ def _limit(options, contender, variant):
 
 def seconds(options, contender, variant):
     whole = options.held_tasks / 4000 if contender.name == "pg_stint" else options.held_seconds
-    return min(whole, _limit(options, contender, variant)) + 20
+    return min(whole, _limit(options, contender, variant)) + 10 + options.overhead
 
 
 def run(bench, contender, variant):
@@ -56,7 +56,7 @@ def run(bench, contender, variant):
     bench.load(contender, READY, enqueue.name)
     if load == "plain":
         bench.warm(contender, 2000)
-    alone = 3.0 if options.quick else 10.0
+    alone = 2.0 if options.quick else 10.0
     limit = _limit(options, contender, variant) + alone
     # Some are run before anything is held.
     most = int(options.held_tasks * 1.15) if contender.name == "pg_stint" else 0

@@ -16,7 +16,7 @@ def runs(contender, _variant):
 
 
 def seconds(options, _contender, _variant):
-    return 2 * options.seconds + 12
+    return 2 * (options.seconds + options.overhead)
 
 
 def _roles(contender, state):

@@ -26,8 +26,8 @@ def runs(contender, _variant):
     return contender.can("enqueue.sql", "claim.sql")
 
 
-def seconds(_options, _contender, _variant):
-    return 15
+def seconds(options, _contender, _variant):
+    return 2 + options.overhead
 
 
 def _sections(path):

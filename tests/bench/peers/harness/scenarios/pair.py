@@ -17,7 +17,7 @@ def runs(contender, _variant):
 
 
 def seconds(options, _contender, _variant):
-    return 4 * options.seconds + 12
+    return 3 * options.seconds + 1 + options.overhead
 
 
 def run(bench, contender, _variant):

@@ -25,7 +25,7 @@ def runs(contender, _variant):
 
 
 def seconds(options, _contender, _variant):
-    return options.seconds + 8
+    return options.seconds + options.overhead
 
 
 def run(bench, contender, _variant):

@@ -28,7 +28,7 @@ def _seconds(options):
 
 
 def seconds(options, contender, _variant):
-    return _seconds(options) + (options.idle_seconds + 10 if contender.driver == "sql" else 0) + 8
+    return _seconds(options) + (options.idle_seconds + 5 if contender.driver == "sql" else 0) + options.overhead
 
 
 def _how(contender, variant):
