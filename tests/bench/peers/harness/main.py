@@ -1,9 +1,7 @@
 """Sets up, measures unit by unit, reports."""
 
 import dataclasses
-import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -12,7 +10,7 @@ import time
 from . import contender as contenders
 from . import machine, options, scenarios, store
 from .bench import Bench
-from .places import ROOT, installed
+from .places import DOCUMENTS, ROOT, installed
 from .server import Server
 
 
@@ -90,6 +88,29 @@ def measure(bench, todo, retry):
             bench.server.drop(entrant.database)
 
 
+def list_units(todo, chosen):
+    for unit, module, variant, entrant in todo:
+        print(f"{duration(module.seconds(chosen, entrant, variant)):>8}  {unit.replace('//', '/')}")
+    print(f"about {expected(todo, chosen)} in all")
+
+
+def expected(todo, chosen):
+    return duration(sum(module.seconds(chosen, entrant, variant) for _, module, variant, entrant in todo))
+
+
+def report(folder, entrants, into):
+    """Writes the report of a run; returns the exit status of the bench."""
+    from .report import page  # only now: what draws is installed by `installed`
+
+    finished = store.Store(folder)
+    print(f"report: {page.write(finished, entrants, into)}")
+    failed = {unit: end["error"] for unit, end in finished.ended.items() if end.get("error")}
+    for unit, error in failed.items():
+        print(f"failed: {unit.replace('//', '/')}: {error[:200]}")
+    print(f"{len(finished.ended) - len(failed)} units measured, {len(failed)} failed")
+    return 1 if failed else 0
+
+
 def main():
     entrants = contenders.every()
     chosen, arguments = options.parse(tuple(entrants), scenarios.names())
@@ -100,12 +121,6 @@ def main():
     peers = installed()
     for entrant in entrants.values():
         entrant.recorded = peers / "recorded" / entrant.name
-    if arguments.list:
-        todo = list(units(chosen, entrants))
-        for unit, module, variant, entrant in todo:
-            print(f"{duration(module.seconds(chosen, entrant, variant)):>8}  {unit}")
-        print(f"about {duration(sum(module.seconds(chosen, entrant, variant) for _, module, variant, entrant in todo))} in all")
-        return 0
     if not arguments.no_build:
         build()
     server = Server(peers.parent)
@@ -114,28 +129,17 @@ def main():
             if entrant.name in chosen.contenders:
                 entrant.record_statements(server, peers)
         todo = list(units(chosen, entrants))
-        folder = peers / "results"
-        kept = None if arguments.new else store.Store.latest(folder)
-        if kept and (not store.same(kept.about, chosen, commit()) or all(kept.is_over(unit, arguments.retry) for unit, *_ in todo)):
-            kept = None
-        kept = kept or store.Store.create(folder, about(chosen, server))
+        if arguments.list:
+            list_units(todo, chosen)
+            return 0
+        kept = None if arguments.new else store.to_go_on_with(peers / "results", chosen, commit(), [unit for unit, *_ in todo], arguments.retry)
+        kept = kept or store.Store.create(peers / "results", about(chosen, server))
         left = [one for one in todo if not kept.is_over(one[0], arguments.retry)]
-        seconds = sum(module.seconds(chosen, entrant, variant) for _, module, variant, entrant in left)
-        print(
-            f"{len(left)} of {len(todo)} units to measure: about {duration(seconds)}, in {kept.folder}. If interrupted, the same command goes on.", flush=True
-        )
+        print(f"{len(left)} of {len(todo)} units to measure, about {expected(left, chosen)}, in {kept.folder}. If interrupted, the same command goes on.")
         began = time.monotonic()
         measure(Bench(chosen, server, kept, peers, entrants), todo, arguments.retry)
         print(f"measured in {duration(time.monotonic() - began)}")
     finally:
         server.destroy()
-    from .report import page  # only now: what draws is installed by `installed`
-
-    finished = store.Store(kept.folder)
-    target = pathlib.Path(kept.folder / "report") if arguments.no_report or chosen.quick else None
-    page.write(finished, entrants, target)
-    failed = {unit: end["error"] for unit, end in finished.ended.items() if end.get("error")}
-    for unit, error in failed.items():
-        print(f"failed: {unit}: {error[:200]}")
-    print(json.dumps({"measured": len(finished.ended) - len(failed), "failed": len(failed)}))
-    return 1 if failed else 0
+    # docs/bench is of runs that left nothing out.
+    return report(kept.folder, entrants, DOCUMENTS if chosen.is_whole else kept.folder / "report")

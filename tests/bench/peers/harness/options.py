@@ -12,6 +12,7 @@ class Options:
     """All that decides the figures: a run with other options is another run."""
 
     quick: bool
+    is_whole: bool  # neither quick nor only some contenders or scenarios
     contenders: tuple
     scenarios: tuple
     rounds: int
@@ -80,7 +81,6 @@ def parse(all_contenders, all_scenarios):
     parser.add_argument("--new", action="store_true", help="begin anew instead of going on with an interrupted run")
     parser.add_argument("--retry", action="store_true", help="measure again what failed in the run that is gone on with")
     parser.add_argument("--no-build", action="store_true", help="take pg_stint as it is built already")
-    parser.add_argument("--no-report", action="store_true", help="leave docs/bench as it is")
     parser.add_argument("--list", action="store_true", help="print what would be measured, and about how long it takes")
     arguments = parser.parse_args()
 
@@ -98,6 +98,7 @@ def parse(all_contenders, all_scenarios):
         values["quiet"] = float(os.environ["BENCH_QUIET"])
     options = Options(
         quick=arguments.quick,
+        is_whole=not (arguments.quick or arguments.only or arguments.scenarios),
         contenders=chosen(arguments.only, all_contenders, "contender", all_contenders),
         scenarios=chosen(arguments.scenarios, all_scenarios, "scenario", tuple(name for name, whole in all_scenarios.items() if whole)),
         **values,

@@ -25,10 +25,10 @@ class Store:
         return cls(folder)
 
     @classmethod
-    def latest(cls, parent):
-        """The newest run, or None."""
-        runs = sorted(path.parent for path in parent.glob("*/run.json"))
-        return cls(runs[-1]) if runs else None
+    def latest_whole(cls, parent):
+        """The newest run that left nothing out, finished or not; or None."""
+        runs = (cls(path.parent) for path in sorted(parent.glob("*/run.json"), reverse=True))
+        return next((run for run in runs if run.about["options"].get("is_whole")), None)
 
     def is_over(self, unit, retry=False):
         end = self.ended.get(unit)
@@ -47,6 +47,10 @@ class Store:
             file.write(json.dumps(line) + "\n")
 
 
-def same(about, options, commit):
-    """Whether a run was made with these options from this commit, and may be gone on with."""
-    return about["options"] == json.loads(json.dumps(dataclasses.asdict(options))) and about["commit"] == commit
+def to_go_on_with(parent, options, commit, units, retry):
+    """The newest run with these options from this commit that has units left to measure, or None."""
+    for path in sorted(parent.glob("*/run.json"), reverse=True):
+        run = Store(path.parent)
+        if run.about["options"] == json.loads(json.dumps(dataclasses.asdict(options))) and run.about["commit"] == commit:
+            return None if all(run.is_over(unit, retry) for unit in units) else run
+    return None

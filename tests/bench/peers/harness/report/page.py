@@ -1,8 +1,7 @@
-"""docs/bench: report.md and its plots."""
+"""report.md and its plots, as docs/bench carries them."""
 
 import statistics
 
-from ..places import DOCUMENTS
 from ..scenarios import ALL
 from . import goals, plots, summary, tables
 from .stats import FOREIGN_LIMIT, STEAL_LIMIT, Results, disturbed
@@ -77,10 +76,9 @@ def _quality(results):
     return text
 
 
-def write(store, contenders, folder=None):
-    """Writes the report into docs/bench, or into another folder; returns its path."""
+def write(store, contenders, folder):
+    """Writes the report and its plots into a folder; returns the report's path."""
     results = Results(store, contenders)
-    folder = folder or DOCUMENTS
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {name: plot(results, folder) for name, plot in plots.ALL.items()}
     options = store.about["options"]

@@ -91,7 +91,11 @@ def simple(scenario, call="call"):
         for contender in results.queues:
             if cell := results.cell(contender, scenario):
                 latency = [milliseconds(cell.median(name)) for name in ("p50_us", "p99_us", "second_p50_us", "second_p99_us")]
-                rows.append([contender.title, rate(cell), ratio(cell.median("of_floor")), " / ".join(latency[:2]), " / ".join(latency[2:]), *costs(cell)])
+                loaded = cell.median("loaded")
+                less = f", on {loaded:,.0f} tasks" if loaded and loaded < 0.9 * results.store.about["options"]["backlog"] else ""
+                rows.append(
+                    [contender.title + less, rate(cell), ratio(cell.median("of_floor")), " / ".join(latency[:2]), " / ".join(latency[2:]), *costs(cell)]
+                )
         return table(["", "tasks/s", "of bare insert+commit", f"{call} p50 / p99 ms", "completion p50 / p99 ms", *COSTS], rows)
 
     return write

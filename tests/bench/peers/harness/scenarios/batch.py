@@ -22,8 +22,8 @@ def run(bench, contender, _variant):
         bench.own(contender, "batch")
         return
     bench.fresh(contender)
-    bench.load(contender, bench.options.backlog, limit=bench.options.load_limit)
+    loaded = bench.load(contender, bench.options.backlog, limit=bench.options.load_limit)
     bench.warm(contender)
     # Fast ones would empty the queue: they end early then, and the rate is that of the time they took.
     roles = [contender.batch_claimers(drain=1)]
-    bench.sample(contender, {}, lambda: drivers.figures(bench.run(contender, roles)), beside_floor=True)
+    bench.sample(contender, {}, lambda: drivers.figures(bench.run(contender, roles)) | {"loaded": loaded}, beside_floor=True)

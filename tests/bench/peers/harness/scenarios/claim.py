@@ -23,6 +23,6 @@ def run(bench, contender, _variant):
         bench.own(contender, "claim")
         return
     bench.fresh(contender)
-    bench.load(contender, bench.options.backlog, limit=bench.options.load_limit)
+    loaded = bench.load(contender, bench.options.backlog, limit=bench.options.load_limit)
     bench.warm(contender)
-    bench.sample(contender, {}, lambda: drivers.figures(bench.run(contender, [contender.claimers(CLIENTS)])), beside_floor=True)
+    bench.sample(contender, {}, lambda: drivers.figures(bench.run(contender, [contender.claimers(CLIENTS)])) | {"loaded": loaded}, beside_floor=True)

@@ -21,7 +21,7 @@ def seconds(options, _contender, _variant):
 
 def run(bench, contender, _variant):
     bench.fresh(contender)
-    bench.load(contender, bench.options.backlog, limit=bench.options.load_limit)
+    loaded = bench.load(contender, bench.options.backlog, limit=bench.options.load_limit)
     bench.warm(contender)
     roles = [Role("cons", contender.file("finish_and_claim.sql"), CLIENTS, {"init": contender.file("finish_and_claim_init.sql")})]
-    bench.sample(contender, {}, lambda: drivers.figures(bench.run(contender, roles)), beside_floor=True)
+    bench.sample(contender, {}, lambda: drivers.figures(bench.run(contender, roles)) | {"loaded": loaded}, beside_floor=True)
