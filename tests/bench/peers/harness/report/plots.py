@@ -4,7 +4,7 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.ticker import FuncFormatter, NullFormatter  # noqa: E402
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: E402
 
 from .stats import disturbed  # noqa: E402
 
@@ -48,6 +48,7 @@ def save(figure, folder, name, title):
 
 def logarithmic(axis, set_scale):
     set_scale("log")
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(PLAIN)
     axis.set_minor_formatter(NullFormatter())
 
