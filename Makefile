@@ -1,7 +1,7 @@
 # Everything is done by scripts/ and tests/run; this file only names them. PG_MAJOR=17 make test takes
 # another PostgreSQL.
 
-.PHONY: help setup build demo test install psql fmt lint clean
+.PHONY: help setup build demo test bench install psql fmt lint clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -21,6 +21,10 @@ test: setup ## all tests, on private servers
 
 psql: build ## psql on a private server with the extension created
 	@scripts/server run
+
+bench: setup ## measure beside other queues, into docs/bench: hours; QUICK=1, ONLY=, SCENARIOS=, ROUNDS=, NEW=1, RETRY=1
+	@tests/bench/peers/run $(if $(QUICK),--quick) $(if $(ONLY),--only $(ONLY)) $(if $(SCENARIOS),--scenarios $(SCENARIOS)) \
+		$(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(NEW),--new) $(if $(RETRY),--retry)
 
 install: setup ## build and install into the system's PostgreSQL (the pg_config on PATH, or PG_CONFIG)
 	@scripts/install

@@ -1,0 +1,1 @@
+insert into floor (payload) select unnest(:payloads::jsonb[]);

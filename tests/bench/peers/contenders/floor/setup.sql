@@ -1,0 +1,1 @@
+create table floor (id bigint generated always as identity primary key, payload jsonb not null);

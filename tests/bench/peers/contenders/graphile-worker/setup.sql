@@ -1,0 +1,1 @@
+insert into graphile_worker._private_tasks (identifier) values ('bench');

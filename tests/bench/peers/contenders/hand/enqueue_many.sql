@@ -1,0 +1,1 @@
+insert into tasks (kind, payload) select 'bench', unnest(:payloads::jsonb[]) returning id;

@@ -1,0 +1,1 @@
+select stint.enqueue('bench', :payload::jsonb);

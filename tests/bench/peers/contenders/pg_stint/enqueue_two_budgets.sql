@@ -1,0 +1,1 @@
+select * from stint.enqueue_many('bench, two budgets', :tasks::jsonb);

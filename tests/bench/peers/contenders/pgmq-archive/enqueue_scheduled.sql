@@ -1,0 +1,1 @@
+select * from pgmq.send_batch('bench', :payloads::jsonb[], 86400);

@@ -1,0 +1,1 @@
+select pgq.insert_event('bench', 'bench', p::text) from unnest(:payloads::jsonb[]) as p;

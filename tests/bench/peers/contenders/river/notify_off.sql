@@ -1,0 +1,1 @@
+drop trigger if exists tell on job;
