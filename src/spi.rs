@@ -252,6 +252,49 @@ impl Session {
     }
 }
 
+/// A row as it is read: by a statement, or from its table (`direct`). Columns count from 0.
+pub trait Row {
+    /// A column's value where it lies, which the row outlives.
+    fn datum(&self, column: usize) -> Option<pg_sys::Datum>;
+
+    /// A column's value that lives as long as SPI's memory.
+    fn keep(&self, column: usize) -> Option<pg_sys::Datum>;
+
+    /// A column's value in memory that outlives SPI (the calling function's). A toast pointer stays a pointer.
+    fn lift(&self, column: usize) -> Option<pg_sys::Datum>;
+
+    /// A column copied into Rust.
+    fn get<T: FromDatum>(&self, column: usize) -> Option<T> {
+        // SAFETY: the statement, or the table, has a column of T's type there.
+        self.datum(column).and_then(|datum| unsafe { T::from_datum(datum, false) })
+    }
+
+    /// As [`Row::get`] for a column that is never null.
+    fn must<T: FromDatum>(&self, column: usize) -> T {
+        match self.get(column) {
+            Some(value) => value,
+            None => errors::internal(&format!("column {column} is null")),
+        }
+    }
+}
+
+/// One of the rows of a statement.
+pub struct RowOf<'r>(&'r Rows, usize);
+
+impl Row for RowOf<'_> {
+    fn datum(&self, column: usize) -> Option<pg_sys::Datum> {
+        self.0.datum(self.1, column + 1)
+    }
+
+    fn keep(&self, column: usize) -> Option<pg_sys::Datum> {
+        self.datum(column)
+    }
+
+    fn lift(&self, column: usize) -> Option<pg_sys::Datum> {
+        self.0.lift(self.1, column + 1)
+    }
+}
+
 /// What a statement returned. Valid inside the [`connect`] it came from.
 pub struct Rows {
     table: *mut pg_sys::SPITupleTable,
@@ -262,6 +305,11 @@ impl Rows {
     /// What a statement returns that finds nothing.
     pub fn none() -> Self {
         Rows { table: std::ptr::null_mut(), count: 0 }
+    }
+
+    /// The rows returned.
+    pub fn iter(&self) -> impl Iterator<Item = RowOf<'_>> {
+        (0..self.count).map(|at| RowOf(self, at))
     }
 
     /// Rows returned, or, without RETURNING, rows changed.
@@ -316,7 +364,8 @@ impl Rows {
     }
 }
 
-/// The extension's owner and schema, looked up in the system caches.
+/// The extension's owner and schema.
+#[derive(Clone, Copy)]
 pub struct Home {
     /// The role that owns the schema `stint`.
     pub owner: pg_sys::Oid,
@@ -324,8 +373,28 @@ pub struct Home {
     pub schema: pg_sys::Oid,
 }
 
-/// Where the extension lives in this database; an error where it does not.
+thread_local! {
+    /// What was last found, until a schema changes; and whether we are told of that yet.
+    static HOME: Cell<Option<Home>> = const { Cell::new(None) };
+    static TOLD: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Told by PostgreSQL when a schema changes, or may have changed.
+unsafe extern "C-unwind" fn schema_changed(_arg: pg_sys::Datum, _cache: i32, _hash: u32) {
+    HOME.set(None);
+}
+
+/// Where the extension lives in this database; an error where it does not. A verb asks for it many times, so it is kept.
 pub fn home() -> Home {
+    if let Some(home) = HOME.get() {
+        return home;
+    }
+    if !TOLD.replace(true) {
+        // SAFETY: registered once in this backend; the function lives as long as the library.
+        unsafe {
+            pg_sys::CacheRegisterSyscacheCallback(pg_sys::SysCacheIdentifier::NAMESPACEOID as i32, Some(schema_changed), pg_sys::Datum::from(0usize));
+        }
+    }
     // SAFETY: plain system cache look-ups, the tuple released at once.
     unsafe {
         let schema = pg_sys::get_namespace_oid(c"stint".as_ptr(), true);
@@ -334,7 +403,9 @@ pub fn home() -> Home {
             if !tuple.is_null() {
                 let owner = (*pg_sys::GETSTRUCT(tuple).cast::<pg_sys::FormData_pg_namespace>()).nspowner;
                 pg_sys::ReleaseSysCache(tuple);
-                return Home { owner, schema };
+                let home = Home { owner, schema };
+                HOME.set(Some(home));
+                return home;
             }
         }
     }
