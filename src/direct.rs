@@ -88,6 +88,7 @@ mod raw {
         pub fn PushActiveSnapshot(snapshot: Snapshot);
         pub fn GetActiveSnapshot() -> Snapshot;
         pub fn PopActiveSnapshot();
+        pub fn RelationGetNumberOfBlocksInFork(relation: Relation, fork: ForkNumber::Type) -> BlockNumber;
         pub fn ProcessInterrupts();
         pub fn datumCopy(value: Datum, by_value: bool, length: c_int) -> Datum;
     }
@@ -211,10 +212,8 @@ impl Table {
                 })
             };
             if !relation.is_null() {
-                return known.plain.then_some(()).map(|()| Opened { relation, known: known.clone() }).or_else(|| {
-                    close(relation);
-                    None
-                });
+                let opened = Opened { relation, known };
+                return opened.known.plain.then_some(opened);
             }
         }
         let name = CString::new(self.name.as_bytes()).ok()?;
@@ -233,18 +232,10 @@ impl Table {
             let relation = pg_sys::relation_open(oid, pg_sys::NoLock as i32);
             let known = Rc::new(learn(relation, self.columns, changes));
             *self.known.borrow_mut() = Some(known.clone());
-            if !known.plain {
-                close(relation);
-                return None;
-            }
-            Some(Opened { relation, known })
+            let opened = Opened { relation, known };
+            opened.known.plain.then_some(opened)
         }
     }
-}
-
-fn close(relation: pg_sys::Relation) {
-    // SAFETY: gives back the one reference taken; the lock stays.
-    unsafe { pg_sys::RelationClose(relation) };
 }
 
 /// Looks a table over.
@@ -301,9 +292,13 @@ fn attribute(descriptor: pg_sys::TupleDesc, place: usize) -> *const pg_sys::Form
     // SAFETY: the place is within the descriptor.
     unsafe {
         #[cfg(feature = "pg18")]
-        return pg_sys::TupleDescAttr(descriptor, place as c_int);
+        {
+            pg_sys::TupleDescAttr(descriptor, place as c_int)
+        }
         #[cfg(not(feature = "pg18"))]
-        return (*descriptor).attrs.as_ptr().add(place);
+        {
+            (*descriptor).attrs.as_ptr().add(place)
+        }
     }
 }
 
@@ -358,21 +353,10 @@ unsafe fn not_null(node: *mut pg_sys::Node) -> Option<usize> {
             return None;
         }
         let test = &*node.cast::<pg_sys::NullTest>();
-        if test.nulltesttype != pg_sys::NullTestType::IS_NOT_NULL || test.argisrow || (*test.arg).xpr_type() != pg_sys::NodeTag::T_Var {
+        if test.nulltesttype != pg_sys::NullTestType::IS_NOT_NULL || test.argisrow || (*test.arg).type_ != pg_sys::NodeTag::T_Var {
             return None;
         }
         usize::try_from((*test.arg.cast::<pg_sys::Var>()).varattno).ok()?.checked_sub(1)
-    }
-}
-
-/// The tag of an expression's node.
-trait Tagged {
-    fn xpr_type(&self) -> pg_sys::NodeTag;
-}
-
-impl Tagged for pg_sys::Expr {
-    fn xpr_type(&self) -> pg_sys::NodeTag {
-        self.type_
     }
 }
 
@@ -474,6 +458,13 @@ impl Opened {
         }
     }
 
+    /// Whether the table has no page at all, and so no row.
+    pub fn is_empty(&self) -> bool {
+        let relation = self.relation;
+        // SAFETY: calls of `raw` only, on an open table.
+        unsafe { guarded(|| raw::RelationGetNumberOfBlocksInFork(relation, pg_sys::ForkNumber::MAIN_FORKNUM) == 0) }
+    }
+
     /// Looks for rows through the index on exactly these columns, in its order, with what is committed now. The conditions are on its columns one after the other;
     /// one more is on the last of them. `None` where there is no such index.
     pub fn scan(&self, columns: &[usize], conditions: &[Condition]) -> Option<Scan<'_>> {
@@ -568,7 +559,7 @@ impl Drop for Scan<'_> {
 
 impl Scan<'_> {
     /// Goes to the next row; false where there is none.
-    pub fn next(&mut self) -> bool {
+    pub fn advance(&mut self) -> bool {
         let Scan { scan, slot, .. } = *self;
         let width = self.table.known.width as c_int;
         // SAFETY: calls of `raw` only.
@@ -594,7 +585,6 @@ impl Scan<'_> {
 
     /// Deletes the row at hand. Waits for whoever holds it only where `wait` says so.
     pub fn delete(&mut self, wait: bool) -> Deleted {
-        use pg_sys::TM_Result::{TM_BeingModified, TM_Ok, TM_WouldBlock};
         let relation = self.table.relation;
         let slot = self.slot;
         // SAFETY: calls of `raw` only, on the row that the slot holds, which is a heap's.
@@ -604,15 +594,15 @@ impl Scan<'_> {
                 let tid = &raw mut (*slot).tts_tid;
                 let locked = !wait && claimed_by_somebody(slot);
                 if locked && !may_lock(relation, tid, &mut failure) {
-                    return TM_WouldBlock;
+                    return pg_sys::TM_Result::TM_WouldBlock;
                 }
                 // For a row that this transaction has locked itself there is nothing to wait for, but that has to be looked at.
                 raw::heap_delete(relation, tid, raw::GetCurrentCommandId(true), null_mut(), wait || locked, &mut failure, false)
             })
         };
         match result {
-            TM_Ok => Deleted::Here,
-            TM_WouldBlock | TM_BeingModified => Deleted::Held,
+            pg_sys::TM_Result::TM_Ok => Deleted::Here,
+            pg_sys::TM_Result::TM_WouldBlock | pg_sys::TM_Result::TM_BeingModified => Deleted::Held,
             _ => Deleted::Changed,
         }
     }

@@ -13,7 +13,7 @@ use super::task_events::{self, Change};
 use super::turns::{self, Turns, share};
 use crate::answer::Table;
 use crate::budget::live;
-use crate::direct::{Condition, Deleted};
+use crate::direct::{Condition, Deleted, Opened, Scan};
 use crate::errors::Fault;
 use crate::history::{self, LeafStatement};
 use crate::shmem::budgets::Wanted;
@@ -213,34 +213,91 @@ const FARTHER: i64 = 16;
 /// Beyond this it looks to the end.
 const FAR: i64 = 65_536;
 
+/// Goes along a line from its head on, without the executor, until `visit` has seen enough. `None` where a statement has to be run instead.
+fn along(table: &Opened, name: &str, lane: i32, head: Head, wanted: usize, mut visit: impl FnMut(&mut Scan) -> bool) -> Option<()> {
+    let [name, lane, priority] = [Condition::text(arg(name)), Condition::int4(lane), Condition::int4(head.priority)];
+    let (mut from, mut reach) = (head.at, (wanted as i64).saturating_mul(2).saturating_add(REACH));
+    loop {
+        let last = reach > FAR || from <= 0;
+        let until = from.saturating_add(reach);
+        let conditions = [name, lane, priority, Condition::at_least(from), Condition::below(until)];
+        let mut rows = table.scan(&ready::ORDER, &conditions[..if last { 4 } else { 5 }])?;
+        while rows.advance() {
+            if visit(&mut rows) {
+                return Some(());
+            }
+        }
+        if last {
+            return Some(());
+        }
+        (from, reach) = (until, reach.saturating_mul(FARTHER));
+    }
+}
+
 /// As [`TAKE`], without the executor; `None` where the statement has to be run. Each row is deleted as it is met, without being locked before. Returns with the
 /// rows the seq of the first that a plain read shows, whoever holds it; none where nothing is left.
 fn take_directly(name: &str, (lane, most): (i32, i64), head: Head, max: usize) -> Option<(Vec<Taken>, Option<i64>)> {
     let table = ready::TABLE.open(pg_sys::RowExclusiveLock)?;
-    let line = [Condition::text(arg(name)), Condition::int4(lane), Condition::int4(head.priority)];
     let (mut all, mut first) = (Vec::new(), None);
-    let (mut from, mut reach) = (head.at, (max as i64).saturating_mul(2).saturating_add(REACH));
-    loop {
-        let last = reach > FAR || from <= 0;
-        let until = from.saturating_add(reach);
-        let [queue, lane, priority] = line;
-        let conditions = [queue, lane, priority, Condition::at_least(from), Condition::below(until)];
-        let mut rows = table.scan(&ready::ORDER, &conditions[..if last { 4 } else { 5 }])?;
-        while all.len() < max && rows.next() {
-            first = first.or_else(|| rows.get(ready::SEQ));
-            if rows.get::<i64>(ready::TOKENS).unwrap_or(0) > most {
-                continue;
-            }
-            // One that another session changed meanwhile is passed over like one that it holds.
-            if rows.delete(false) == Deleted::Here {
-                all.push(taken_row(&rows));
-            }
+    along(&table, name, lane, head, max, |row| {
+        first = first.or_else(|| row.get(ready::SEQ));
+        // One that another session changed meanwhile is passed over like one that it holds.
+        if row.get::<i64>(ready::TOKENS).unwrap_or(0) <= most && row.delete(false) == Deleted::Here {
+            all.push(taken_row(row));
         }
-        if last || all.len() == max {
-            return Some((all, first));
-        }
-        (from, reach) = (until, reach.saturating_mul(FARTHER));
+        all.len() == max
+    })?;
+    Some((all, first))
+}
+
+/// Where a claim looks before it takes: a lane, the most tokens that a task of it may predict, and where one of its priorities begins.
+#[derive(Clone, Copy)]
+struct Line {
+    lane: i32,
+    most: i64,
+    head: Head,
+}
+
+/// A task that stands first in its lane: the lane, what it predicts, and the agent it is for.
+type First = (i32, Option<i64>, Option<String>);
+
+/// The first tasks of each line, for some agents only where these are given: highest priority first, then by seq.
+fn first(session: &Session, name: &str, lines: &[Line], depth: usize, agents: Option<&[String]>) -> Vec<First> {
+    if agents.is_none()
+        && let Some(found) = first_directly(name, lines, depth)
+    {
+        return found;
     }
+    let lanes: Vec<i32> = lines.iter().map(|line| line.lane).collect();
+    let priorities: Vec<i32> = lines.iter().map(|line| line.head.priority).collect();
+    let starts: Vec<i64> = lines.iter().map(|line| line.head.at).collect();
+    let most: Vec<i64> = lines.iter().map(|line| line.most).collect();
+    let params = [arg(name), arg(lanes), arg(priorities), arg(starts), arg(depth as i64), arg(most)];
+    let rows = match agents {
+        None => session.run(&FIRST, &params),
+        Some(agents) => session.run(&FIRST_AGENTS, &[params.as_slice(), &[arg(agents.to_vec())]].concat()),
+    };
+    rows.iter().map(|row| (row.must(0), row.get(1), row.get(2))).collect()
+}
+
+/// As [`FIRST`], without the executor.
+fn first_directly(name: &str, lines: &[Line], depth: usize) -> Option<Vec<First>> {
+    let table = ready::TABLE.open(pg_sys::AccessShareLock)?;
+    let mut found = Vec::new();
+    for line in lines {
+        let mut left = depth;
+        along(&table, name, line.lane, line.head, depth, |row| {
+            let tokens: Option<i64> = row.get(ready::TOKENS);
+            if tokens.unwrap_or(0) <= line.most {
+                let place = (std::cmp::Reverse(line.head.priority), row.must::<i64>(ready::SEQ));
+                found.push((place, (line.lane, tokens, row.get(ready::AGENT))));
+                left -= 1;
+            }
+            left == 0
+        })?;
+    }
+    found.sort_unstable_by_key(|(place, _)| *place);
+    Some(found.into_iter().map(|(_, first)| first).collect())
 }
 
 /// Takes at most `max` rows of a lane in their order.
@@ -373,21 +430,16 @@ fn take_round(
     if heads.is_empty() {
         return (Vec::new(), if turns.is_some() { open.iter().map(|(lane, _)| lane.lane).collect() } else { Vec::new() });
     }
-    let lanes: Vec<i32> = heads.iter().map(|(at, _)| open[*at].0.lane).collect();
-    let priorities: Vec<i32> = heads.iter().map(|(_, head)| head.priority).collect();
-    let starts: Vec<i64> = heads.iter().map(|(_, head)| head.at).collect();
-    let most: Vec<i64> = heads.iter().map(|(at, _)| queue.most_tokens(open[*at].0)).collect();
-    let line = [arg(name), arg(lanes), arg(priorities), arg(starts), arg(depth as i64), arg(most)];
+    let lines: Vec<Line> =
+        heads.iter().map(|(at, head)| Line { lane: open[*at].0.lane, most: queue.most_tokens(open[*at].0), head: *head }).collect();
     let agents = wish.agents.as_deref();
-    let first = match agents {
-        None => session.run(&FIRST, &line),
-        Some(agents) => session.run(&FIRST_AGENTS, &[line.as_slice(), &[arg(agents.to_vec())]].concat()),
-    };
+    let first = first(session, name, &lines, depth, agents);
     let by_number: HashMap<i32, usize> = open.iter().enumerate().map(|(at, (lane, _))| (lane.lane, at)).collect();
-    let candidates: Vec<Candidate> = (0..first.len())
-        .filter_map(|at| {
-            let lane = *by_number.get(&first.must(at, 1))?;
-            Some(Candidate { lane, tokens: queue.corrected(open[lane].0, first.get(at, 2), first.get::<String>(at, 3).as_deref()) })
+    let candidates: Vec<Candidate> = first
+        .iter()
+        .filter_map(|(lane, tokens, agent)| {
+            let lane = *by_number.get(lane)?;
+            Some(Candidate { lane, tokens: queue.corrected(open[lane].0, *tokens, agent.as_deref()) })
         })
         .collect();
     let mut seen = vec![0; open.len()];
@@ -552,7 +604,7 @@ impl Facts {
 fn facts_directly(session: &Session, name: &str, id: pgrx::Uuid) -> Option<Facts> {
     let table = facts::TABLE.to_read(session, id)?;
     let mut rows = table.scan(&facts::KEY, &[Condition::text(arg(name)), Condition::uuid(arg(id))])?;
-    rows.next().then(|| Facts::of(&rows))
+    rows.advance().then(|| Facts::of(&rows))
 }
 
 /// The facts of the taken tasks, by their ids.

@@ -67,7 +67,7 @@ pub fn end(session: &Session, name: &str, id: pgrx::Uuid, lease: pgrx::Uuid) -> 
 fn end_directly(name: &str, id: pgrx::Uuid, lease: pgrx::Uuid) -> Option<Option<Ran>> {
     let table = running::TABLE.open(pg_sys::RowExclusiveLock)?;
     let mut rows = table.scan(&running::KEY, &[Condition::text(arg(name)), Condition::uuid(arg(id))])?;
-    if !rows.next() || rows.must::<pgrx::Uuid>(running::LEASE) != lease {
+    if !rows.advance() || rows.must::<pgrx::Uuid>(running::LEASE) != lease {
         return Some(None);
     }
     (rows.delete(true) == Deleted::Here).then(|| Some(Ran::of(&rows)))

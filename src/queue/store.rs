@@ -333,8 +333,11 @@ pub fn write_outcome(session: &Session, name: &str, id: pgrx::Uuid, at: Instant,
 fn write_outcome_directly(session: &Session, name: &str, id: pgrx::Uuid, row: &[Param]) -> Option<bool> {
     let dependencies = dependencies::TABLE.open(pg_sys::AccessShareLock)?;
     OUTCOMES.to_write(session, id)?.insert(row.iter().copied().chain(stamp()));
+    if dependencies.is_empty() {
+        return Some(false);
+    }
     let mut rows = dependencies.scan(&dependencies::KEY, &[Condition::text(arg(name)), Condition::uuid(arg(id))]);
-    rows.as_mut().map(Scan::next).or(Some(true))
+    rows.as_mut().map(Scan::advance).or(Some(true))
 }
 
 /// Tells the world at commit that something of the queue changed place or ended, and wakes one waiter for each of `ready` tasks that became claimable.
