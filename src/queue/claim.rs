@@ -1,8 +1,10 @@
 //! `stint.claim`: takes tasks under a lease.
 //!
-//! A queue's lanes are merged by priority and enqueue order; in a fair queue, groups have turns, and within a group that order holds (`turns`). Where no lane draws on a budget there is one lane, and a claim is three statements: take from
-//! ready (from the head of its line on, see `shmem::heads`), read the facts, put into running. Where lanes draw on budgets, the claim first looks at what stands at the head of each lane that has room, reserves
-//! for what it may take in one step in shared memory, and only then touches rows. docs/locks.md says which locks it takes.
+//! A queue's lanes are merged by priority and enqueue order; in a fair queue, groups have turns, and within a group that order holds (`turns`). Where no lane
+//! draws on a budget there is one lane, and a claim is three steps: take from ready (from the head of its line on, see `shmem::heads`), read the facts, put into
+//! running. Where lanes draw on budgets, the claim first looks at what stands at the head of each lane that has room, reserves for what it may take in one step in
+//! shared memory, and only then touches rows. Each step goes to its table directly (`direct`), or is a statement where that cannot be. docs/locks.md says which
+//! locks it takes, docs/performance.md what it costs.
 
 use super::config::{self, Front, Lane, Queue};
 use super::horizon;
