@@ -212,7 +212,7 @@ fn execute_latest(plan: pg_sys::SPIPlanPtr, values: *mut pg_sys::Datum, nulls: *
 
 impl Session {
     /// Has names in statements looked for in [`SEARCH_PATH`] until this connection ends. Every statement does so first; a verb that runs none does not pay for it.
-    /// Call it before a subtransaction within the connection, whose end would end a level of settings that began in it.
+    /// Call it before a subtransaction or other settings within the connection, whose end would end a level of settings that began in it.
     pub fn pin(&self) {
         if self.pinned.get().is_some() {
             return;
