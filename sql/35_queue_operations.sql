@@ -242,7 +242,7 @@ CREATE FUNCTION stint.finish_and_claim(
     confidence real DEFAULT NULL,
     meta jsonb DEFAULT NULL
 ) RETURNS TABLE (kind text, id uuid, outcome text, result jsonb, first boolean, status text, attempt int, lease uuid, payload jsonb, priority int, agent text, tokens bigint, labels jsonb, enqueued_at timestamptz, expires_at timestamptz, expires_in_ms bigint)
-LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+LANGUAGE c VOLATILE PARALLEL UNSAFE
 AS 'MODULE_PATHNAME', 'finish_and_claim_wrapper';
 REVOKE ALL ON FUNCTION stint.finish_and_claim FROM PUBLIC;
 COMMENT ON FUNCTION stint.finish_and_claim IS

@@ -3,8 +3,10 @@
 //! needs no server is in `crates/core`.
 
 mod accounting;
+mod answer;
 mod budget;
 mod changelog;
+mod direct;
 mod errors;
 mod guard;
 mod guc;

@@ -1,5 +1,6 @@
 //! Work in a subtransaction of its own, so that it can be undone and nothing else.
 
+use crate::spi::Session;
 use pgrx::pg_sys::panic::CaughtError;
 use pgrx::prelude::*;
 use std::panic::AssertUnwindSafe;
@@ -31,7 +32,8 @@ pub fn isolated<T>(work: impl FnOnce() -> T) -> Result<T, (PgSqlErrorCode, Strin
 }
 
 /// Runs `work`; where it answers `None`, what it did is undone, above all the locks it took are let go. What it read is gone then. An error is raised on.
-pub fn attempt<T>(work: impl FnOnce() -> Option<T>) -> Option<T> {
+pub fn attempt<T>(session: &Session, work: impl FnOnce() -> Option<T>) -> Option<T> {
+    session.pin();
     match nested(work, Option::is_some) {
         Ok(answer) => answer,
         Err(error) => error.rethrow(),

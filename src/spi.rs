@@ -61,6 +61,7 @@ impl Drop for Prepared {
 
 fn prepare(sql: &CStr, types: &[pg_sys::Oid]) -> pg_sys::SPIPlanPtr {
     let mut types = types.to_vec();
+    let level = pin_search_path();
     // SAFETY: `types` outlives the call; the text is a C string; errors are raised by PostgreSQL.
     unsafe {
         let plan = pg_sys::SPI_prepare_cursor(sql.as_ptr(), types.len() as i32, types.as_mut_ptr(), pg_sys::CURSOR_OPT_GENERIC_PLAN as i32);
@@ -68,12 +69,49 @@ fn prepare(sql: &CStr, types: &[pg_sys::Oid]) -> pg_sys::SPIPlanPtr {
             let code = pg_sys::SPI_result;
             errors::internal(&format!("a statement could not be prepared (SPI {code}): {}", sql.to_string_lossy()));
         }
+        unpin_search_path(level);
         plan
     }
 }
 
 /// An open SPI connection; closed when dropped, also by an error's unwinding.
-pub struct Session(());
+pub struct Session {
+    /// The level of settings at which names are looked for in pg_catalog only, once a statement was run; 0 where they were anyway.
+    pinned: Cell<Option<i32>>,
+}
+
+/// Where names in statements are looked for: an operator that the caller's search_path finds first would run with our rights.
+const SEARCH_PATH: &CStr = c"pg_catalog, pg_temp";
+
+/// Sets the search_path of statements. Returns the level of settings that ends with it, 0 where it was set already.
+fn pin_search_path() -> i32 {
+    // SAFETY: PostgreSQL's own way to set something for a while, as functions with SET clauses do it; an abort puts it back, too.
+    unsafe {
+        let set = pg_sys::namespace_search_path;
+        if !set.is_null() && CStr::from_ptr(set) == SEARCH_PATH {
+            return 0;
+        }
+        let level = pg_sys::NewGUCNestLevel();
+        pg_sys::set_config_option(
+            c"search_path".as_ptr(),
+            SEARCH_PATH.as_ptr(),
+            pg_sys::GucContext::PGC_USERSET,
+            pg_sys::GucSource::PGC_S_SESSION,
+            pg_sys::GucAction::GUC_ACTION_SAVE,
+            true,
+            0,
+            false,
+        );
+        level
+    }
+}
+
+fn unpin_search_path(level: i32) {
+    if level > 0 {
+        // SAFETY: ends the level that `pin_search_path` began.
+        unsafe { pg_sys::AtEOXact_GUC(true, level) };
+    }
+}
 
 /// Runs `work` inside an SPI connection.
 pub fn connect<R>(work: impl FnOnce(&Session) -> R) -> R {
@@ -81,7 +119,7 @@ pub fn connect<R>(work: impl FnOnce(&Session) -> R) -> R {
     if unsafe { pg_sys::SPI_connect() } != pg_sys::SPI_OK_CONNECT as i32 {
         errors::internal("SPI_connect failed");
     }
-    let session = Session(());
+    let session = Session { pinned: Cell::new(None) };
     work(&session)
 }
 
@@ -89,8 +127,11 @@ impl Drop for Session {
     fn drop(&mut self) {
         // After an error PostgreSQL unwinds its own SPI stack when the (sub)transaction aborts.
         if !std::thread::panicking() {
-            // SAFETY: closes the level this guard opened.
-            unsafe { pg_sys::SPI_finish() };
+            // SAFETY: closes the levels this guard opened.
+            unsafe {
+                unpin_search_path(self.pinned.get().unwrap_or(0));
+                pg_sys::SPI_finish();
+            }
         }
     }
 }
@@ -207,6 +248,15 @@ impl Session {
         self.execute_with(statement.plan, statement.args, On::UsersTable, params, |plan, values, nulls| execute_at(moment, plan, values, nulls))
     }
 
+    /// Has names in statements looked for in [`SEARCH_PATH`] until this connection ends. Every statement does so first; a verb that runs none does not pay for it.
+    /// Call it before a subtransaction or other settings within the connection, whose end would end a level of settings that began in it.
+    pub fn pin(&self) {
+        if self.pinned.get().is_some() {
+            return;
+        }
+        self.pinned.set(Some(pin_search_path()));
+    }
+
     /// Runs a kept statement to its end.
     pub fn run(&self, statement: &Statement, params: &[Param]) -> Rows {
         self.execute(statement.plan(), statement.types.len(), On::OurTables, params)
@@ -270,6 +320,7 @@ impl Session {
         params: &[Param],
         call: impl FnOnce(pg_sys::SPIPlanPtr, *mut pg_sys::Datum, *const std::os::raw::c_char) -> i32,
     ) -> Rows {
+        self.pin();
         if params.len() != args {
             errors::internal(&format!("a statement of {args} arguments was given {}", params.len()));
         }
@@ -288,12 +339,56 @@ impl Session {
 
     /// Runs text that is made and used once (DDL of `create_state`).
     pub fn execute_once(&self, sql: &str) {
+        self.pin();
         let Ok(text) = CString::new(sql) else { errors::internal("a statement contains a zero byte") };
         // SAFETY: text is a C string; errors are raised by PostgreSQL.
         let code = unsafe { pg_sys::SPI_execute(text.as_ptr(), false, 0) };
         if code < 0 {
             errors::internal(&format!("SPI_execute answered {code}"));
         }
+    }
+}
+
+/// A row as it is read: by a statement, or from its table (`direct`). Columns count from 0.
+pub trait Row {
+    /// A column's value where it lies, which the row outlives.
+    fn datum(&self, column: usize) -> Option<pg_sys::Datum>;
+
+    /// A column's value that lives as long as SPI's memory.
+    fn keep(&self, column: usize) -> Option<pg_sys::Datum>;
+
+    /// A column's value in memory that outlives SPI (the calling function's). A toast pointer stays a pointer.
+    fn lift(&self, column: usize) -> Option<pg_sys::Datum>;
+
+    /// A column copied into Rust.
+    fn get<T: FromDatum>(&self, column: usize) -> Option<T> {
+        // SAFETY: the statement, or the table, has a column of T's type there.
+        self.datum(column).and_then(|datum| unsafe { T::from_datum(datum, false) })
+    }
+
+    /// As [`Row::get`] for a column that is never null.
+    fn must<T: FromDatum>(&self, column: usize) -> T {
+        match self.get(column) {
+            Some(value) => value,
+            None => errors::internal(&format!("column {column} is null")),
+        }
+    }
+}
+
+/// One of the rows of a statement.
+pub struct RowOf<'r>(&'r Rows, usize);
+
+impl Row for RowOf<'_> {
+    fn datum(&self, column: usize) -> Option<pg_sys::Datum> {
+        self.0.datum(self.1, column + 1)
+    }
+
+    fn keep(&self, column: usize) -> Option<pg_sys::Datum> {
+        self.datum(column)
+    }
+
+    fn lift(&self, column: usize) -> Option<pg_sys::Datum> {
+        self.0.lift(self.1, column + 1)
     }
 }
 
@@ -307,6 +402,11 @@ impl Rows {
     /// What a statement returns that finds nothing.
     pub fn none() -> Self {
         Rows { table: std::ptr::null_mut(), count: 0 }
+    }
+
+    /// The rows returned.
+    pub fn iter(&self) -> impl Iterator<Item = RowOf<'_>> {
+        (0..self.count).map(|at| RowOf(self, at))
     }
 
     /// Rows returned, or, without RETURNING, rows changed.
@@ -361,7 +461,8 @@ impl Rows {
     }
 }
 
-/// The extension's owner and schema, looked up in the system caches.
+/// The extension's owner and schema.
+#[derive(Clone, Copy)]
 pub struct Home {
     /// The role that owns the schema `stint`.
     pub owner: pg_sys::Oid,
@@ -369,8 +470,28 @@ pub struct Home {
     pub schema: pg_sys::Oid,
 }
 
-/// Where the extension lives in this database; an error where it does not.
+thread_local! {
+    /// What was last found, until a schema changes; and whether we are told of that yet.
+    static HOME: Cell<Option<Home>> = const { Cell::new(None) };
+    static TOLD: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Told by PostgreSQL when a schema changes, or may have changed.
+unsafe extern "C-unwind" fn schema_changed(_arg: pg_sys::Datum, _cache: i32, _hash: u32) {
+    HOME.set(None);
+}
+
+/// Where the extension lives in this database; an error where it does not. A verb asks for it many times, so it is kept.
 pub fn home() -> Home {
+    if let Some(home) = HOME.get() {
+        return home;
+    }
+    if !TOLD.replace(true) {
+        // SAFETY: registered once in this backend; the function lives as long as the library.
+        unsafe {
+            pg_sys::CacheRegisterSyscacheCallback(pg_sys::SysCacheIdentifier::NAMESPACEOID as i32, Some(schema_changed), pg_sys::Datum::from(0usize));
+        }
+    }
     // SAFETY: plain system cache look-ups, the tuple released at once.
     unsafe {
         let schema = pg_sys::get_namespace_oid(c"stint".as_ptr(), true);
@@ -379,7 +500,9 @@ pub fn home() -> Home {
             if !tuple.is_null() {
                 let owner = (*pg_sys::GETSTRUCT(tuple).cast::<pg_sys::FormData_pg_namespace>()).nspowner;
                 pg_sys::ReleaseSysCache(tuple);
-                return Home { owner, schema };
+                let home = Home { owner, schema };
+                HOME.set(Some(home));
+                return home;
             }
         }
     }

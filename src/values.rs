@@ -125,6 +125,17 @@ impl RawInterval {
     }
 }
 
+impl RawInterval {
+    /// The duration in microseconds as `extract(epoch …)` has it, to which a year is 365 days and a quarter. Saturates.
+    pub fn epoch_micros(self) -> i64 {
+        // SAFETY: an interval datum points to a PostgreSQL `Interval`.
+        let interval = unsafe { &*self.0.cast_mut_ptr::<pg_sys::Interval>() };
+        let (years, months) = (i64::from(interval.month) / 12, i64::from(interval.month) % 12);
+        let hours = years * 8766 + (months * 30 + i64::from(interval.day)) * 24;
+        hours.saturating_mul(3600 * SECOND).saturating_add(interval.time)
+    }
+}
+
 impl Instant {
     /// The database's clock, which a verb reads once.
     pub fn now() -> Self {

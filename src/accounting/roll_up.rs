@@ -309,7 +309,7 @@ pub fn drop_queue(session: &Session, name: &str) {
 
 /// See the SQL COMMENT of stint.incarnation.
 #[pg_extern(sql = false)]
-fn incarnation() -> i32 {
+pub fn incarnation() -> i32 {
     // SAFETY: constants of this backend and its cluster.
     unsafe { stint_core::rollup::incarnation(pg_sys::GetSystemIdentifier(), pg_sys::MyDatabaseId.to_u32()) }
 }

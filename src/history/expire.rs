@@ -201,6 +201,7 @@ fn take_out(session: &Session, part: &str, leaf: Leaf) {
 
 /// Puts tables with nothing but the tasks of `keep` in the place of those of the leaf.
 fn exchange(session: &Session, leaf: Leaf, keep: &HashSet<[u8; 16]>, detach: bool) -> Result<(), TooRecent> {
+    session.pin();
     let _settings = make::Settings::set(&[(c"default_tablespace", c"")]);
     let ids: Vec<pgrx::Uuid> = keep.iter().map(|id| pgrx::Uuid::from_bytes(*id)).collect();
     for table in tables(leaf) {

@@ -102,6 +102,7 @@ pub fn make(session: &Session, leaf: Leaf) {
         unsafe { pg_sys::LockRelationOid(root, pg_sys::ShareUpdateExclusiveLock as i32) };
     }
     // Tables belong where those of an extension do, not where the caller's session makes its own.
+    session.pin();
     let _settings = Settings::set(&[(c"default_tablespace", c"")]);
     for part in PARTS {
         let (class, table) = (format!("{part}_c{}", leaf.class), format!("{part}_{}", leaf.suffix()));

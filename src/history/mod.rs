@@ -14,6 +14,7 @@ pub mod retention;
 
 pub use ahead::step as make_ahead;
 
+use crate::direct::{self, Column, Opened, Table};
 use crate::errors;
 use crate::shmem::Instance;
 use crate::spi::{Param, Prepared, Rows, Session, Statement, arg};
@@ -69,6 +70,61 @@ fn on_leaf(template: &str, leaf: Leaf) -> String {
         .fold(template.to_string(), |text, (word, part)| text.replace(word, &format!("stint.{part}_{suffix}")))
 }
 
+/// One of the tables of each leaf, read and written without the executor. Declare it as a `static`.
+pub struct LeafTable {
+    part: &'static str,
+    columns: &'static [Column],
+    tables: RefCell<Vec<(Leaf, Rc<Table>)>>,
+}
+
+// SAFETY: as above.
+unsafe impl Sync for LeafTable {}
+
+impl LeafTable {
+    /// The part of that name, with these columns.
+    pub const fn new(part: &'static str, columns: &'static [Column]) -> Self {
+        LeafTable { part, columns, tables: RefCell::new(Vec::new()) }
+    }
+
+    fn open(&self, leaf: Leaf, mode: u32) -> Option<Opened> {
+        let mut tables = self.tables.borrow_mut();
+        let table = match tables.iter().position(|(of, _)| *of == leaf) {
+            Some(0) => tables[0].1.clone(),
+            Some(at) => {
+                tables[..=at].rotate_right(1);
+                tables[0].1.clone()
+            }
+            None => {
+                let table = Rc::new(Table::named(format!("{}_{}", self.part, leaf.suffix()), self.columns));
+                tables.insert(0, (leaf, table.clone()));
+                tables.truncate(PLANS);
+                table
+            }
+        };
+        drop(tables);
+        table.open(mode)
+    }
+
+    /// Opens the table for a row of that task; its partition is made where there is none. `None` where the statement has to be run instead.
+    pub fn to_write(&self, session: &Session, id: pgrx::Uuid) -> Option<Opened> {
+        if !direct::usable() {
+            return None;
+        }
+        let leaf = leaf_to_write(id);
+        hold_or_make(session, leaf);
+        self.open(leaf, pg_sys::RowExclusiveLock)
+    }
+
+    /// Opens the table to look for that task. `None` where the statement has to be run instead, also where there is no such partition.
+    pub fn to_read(&self, session: &Session, id: pgrx::Uuid) -> Option<Opened> {
+        if !direct::usable() {
+            return None;
+        }
+        let leaf = Leaf::of(id.as_bytes()).filter(|leaf| hold(session, *leaf))?;
+        self.open(leaf, pg_sys::AccessShareLock)
+    }
+}
+
 /// The oid of a table in the schema, if it is there as far as this session has heard.
 fn relation(name: &str) -> Option<pg_sys::Oid> {
     let name = CString::new(name).ok()?;
@@ -99,16 +155,38 @@ fn relation_now(session: &Session, name: &str) -> Option<pg_sys::Oid> {
         })
 }
 
+/// The facts of a leaf as last found, and the count of changes at that time.
+type Found = (Leaf, pg_sys::Oid, u64);
+
+thread_local! {
+    /// The leaves held last; what they are stays as long as the count of changes does.
+    static FOUND: RefCell<Vec<Found>> = const { RefCell::new(Vec::new()) };
+}
+
 /// Holds a leaf as it is until the transaction ends; false where there is none.
 fn hold(session: &Session, leaf: Leaf) -> bool {
-    let name = format!("{}_{}", PARTS[0], leaf.suffix());
     let mode = pg_sys::AccessShareLock as i32;
+    let found = FOUND.with_borrow(|found| found.iter().find(|(of, ..)| *of == leaf).copied());
+    if let Some((_, oid, changes)) = found.filter(|(.., changes)| *changes == direct::changes()) {
+        // SAFETY: an ordinary relation lock; with it comes the news of changes.
+        unsafe { pg_sys::LockRelationOid(oid, mode) };
+        if changes == direct::changes() {
+            return true;
+        }
+    }
+    let name = format!("{}_{}", PARTS[0], leaf.suffix());
     loop {
         let Some(oid) = relation_now(session, &name) else { return false };
         // SAFETY: an ordinary relation lock; what waited for it may find another table under the name.
         unsafe {
             pg_sys::LockRelationOid(oid, mode);
+            let changes = direct::watch(oid);
             if relation(&name) == Some(oid) {
+                FOUND.with_borrow_mut(|found| {
+                    found.retain(|(of, ..)| *of != leaf);
+                    found.truncate(PLANS - 1);
+                    found.insert(0, (leaf, oid, changes));
+                });
                 return true;
             }
             pg_sys::UnlockRelationOid(oid, mode);

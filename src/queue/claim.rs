@@ -1,21 +1,26 @@
 //! `stint.claim`: takes tasks under a lease.
 //!
-//! A queue's lanes are merged by priority and enqueue order; in a fair queue, groups have turns, and within a group that order holds (`turns`). Where no lane draws on a budget there is one lane, and a claim is three statements: take from
-//! ready (from the head of its line on, see `shmem::heads`), read the facts, put into running. Where lanes draw on budgets, the claim first looks at what stands at the head of each lane that has room, reserves
-//! for what it may take in one step in shared memory, and only then touches rows. docs/locks.md says which locks it takes.
+//! A queue's lanes are merged by priority and enqueue order; in a fair queue, groups have turns, and within a group that order holds (`turns`). Where no lane
+//! draws on a budget there is one lane, and a claim is three steps: take from ready (from the head of its line on, see `shmem::heads`), read the facts, put into
+//! running. Where lanes draw on budgets, the claim first looks at what stands at the head of each lane that has room, reserves for what it may take in one step in
+//! shared memory, and only then touches rows. Each step goes to its table directly (`direct`), or is a statement where that cannot be. docs/locks.md says which
+//! locks it takes, docs/performance.md what it costs.
 
 use super::config::{self, Front, Lane, Queue};
 use super::lines;
+use super::rows::{facts, ready, running};
 use super::store::{self, Ticket};
 use super::task_events::{self, Change};
 use super::turns::{self, Turns, share};
+use crate::answer::Table;
 use crate::budget::live;
+use crate::direct::{Condition, Deleted, Opened, Scan};
 use crate::errors::Fault;
 use crate::history::{self, LeafStatement};
 use crate::shmem::budgets::Wanted;
-use crate::shmem::heads::{Glimpse, Head};
+use crate::shmem::heads::{Glimpse, Head, NOTHING};
 use crate::shmem::{self, Instance, waiters};
-use crate::spi::{self, Rows, Session, Statement, arg};
+use crate::spi::{self, Row, Rows, Session, Statement, arg};
 use crate::values::{Instant, RawInterval, RawJsonb, SECOND};
 use crate::{errors, guc, horizon, input};
 use pgrx::prelude::*;
@@ -34,7 +39,7 @@ static TAKE: Statement = Statement::new(
             order by h.seq
             limit $5
             for update skip locked))
-      returning r.id, r.lane, r.priority, r.seq, r.tokens, r.attempt, r.counted, r.agent::text",
+      returning r.queue, r.id, r.lane, r.priority, r.tokens, r.attempt, r.counted, r.seq, r.agent",
     &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT8OID, pg_sys::INT8OID],
 );
 
@@ -49,7 +54,7 @@ static TAKE_AGENT: Statement = Statement::new(
             order by h.seq
             limit $5
             for update skip locked))
-      returning r.id, r.lane, r.priority, r.seq, r.tokens, r.attempt, r.counted, r.agent::text",
+      returning r.queue, r.id, r.lane, r.priority, r.tokens, r.attempt, r.counted, r.seq, r.agent",
     &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT8OID, pg_sys::INT8OID, pg_sys::TEXTOID],
 );
 
@@ -100,8 +105,8 @@ static FIRST_AGENTS: Statement = Statement::new(
 
 /// Looked up one by one: with `id = any ($2)` a plan made while the table was small reads all tasks of the queue, for as long as it is kept.
 static FACTS: LeafStatement = LeafStatement::new(
-    "select f.id, f.payload, f.labels, f.agent::text, f.enqueued_at, (extract(epoch from f.lease_for) * 1e6)::bigint,
-             (extract(epoch from f.max_run_time) * 1e6)::bigint
+    "select f.queue, f.id, f.lane, f.priority, f.max_attempts, f.tokens, f.enqueued_at, f.run_at, f.lease_for, f.agent, f.key, f.group_key, f.group_seq,
+             f.depends_on, f.on_dependency_failure, f.labels, f.payload, f.max_run_time
       from unnest($2) as w (id)
       cross join lateral (select * from {facts} t where t.queue = $1 and t.id = w.id limit 1) as f",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
@@ -181,38 +186,144 @@ fn take(session: &Session, name: &str, (lane, most): (i32, i64), head: Head, max
 }
 
 fn taken(rows: &Rows) -> Vec<Taken> {
-    (0..rows.len())
-        .map(|at| Taken {
-            ticket: Ticket {
-                id: rows.must(at, 1),
-                lane: rows.must(at, 2),
-                priority: rows.must(at, 3),
-                tokens: rows.get(at, 5),
-                attempt: rows.must(at, 6),
-                counted: rows.must(at, 7),
-            },
-            seq: rows.must(at, 4),
-            agent: rows.get(at, 8),
-            tokens: rows.get(at, 5),
-            began: None,
-            share: None,
-        })
-        .collect()
+    rows.iter().map(|row| taken_row(&row)).collect()
+}
+
+fn taken_row(row: &impl Row) -> Taken {
+    Taken {
+        ticket: Ticket {
+            id: row.must(ready::ID),
+            lane: row.must(ready::LANE),
+            priority: row.must(ready::PRIORITY),
+            tokens: row.get(ready::TOKENS),
+            attempt: row.must(ready::ATTEMPT),
+            counted: row.must(ready::COUNTED),
+        },
+        seq: row.must(ready::SEQ),
+        agent: row.get(ready::AGENT),
+        tokens: row.get(ready::TOKENS),
+        began: None,
+        share: None,
+    }
+}
+
+/// How far a claim looks at first, in seq beyond the head and twice the rows it wants, and how much farther each time it has not found them. A look through an index
+/// reads all of a page that its conditions leave open, many times what one row needs.
+const REACH: i64 = 6;
+const FARTHER: i64 = 16;
+/// Beyond this it looks to the end.
+const FAR: i64 = 65_536;
+
+/// Goes along a line from its head on, without the executor, until `visit` has seen enough. `None` where a statement has to be run instead.
+fn along(table: &Opened, name: &str, lane: i32, head: Head, wanted: usize, mut visit: impl FnMut(&mut Scan) -> bool) -> Option<()> {
+    let [name, lane, priority] = [Condition::text(arg(name)), Condition::int4(lane), Condition::int4(head.priority)];
+    let (mut from, mut reach) = (head.at, (wanted as i64).saturating_mul(2).saturating_add(REACH));
+    loop {
+        let last = reach > FAR || from <= 0;
+        let until = from.saturating_add(reach);
+        let conditions = [name, lane, priority, Condition::at_least(from), Condition::below(until)];
+        let mut rows = table.scan(&ready::ORDER, &conditions[..if last { 4 } else { 5 }])?;
+        while rows.advance() {
+            if visit(&mut rows) {
+                return Some(());
+            }
+        }
+        if last {
+            return Some(());
+        }
+        (from, reach) = (until, reach.saturating_mul(FARTHER));
+    }
+}
+
+/// As [`TAKE`], without the executor; `None` where the statement has to be run. Each row is deleted as it is met, without being locked before. Returns with the
+/// rows the seq of the first that a plain read shows, whoever holds it; none where nothing is left.
+fn take_directly(name: &str, (lane, most): (i32, i64), head: Head, max: usize) -> Option<(Vec<Taken>, Option<i64>)> {
+    let table = ready::TABLE.open(pg_sys::RowExclusiveLock)?;
+    let (mut all, mut first) = (Vec::new(), None);
+    along(&table, name, lane, head, max, |row| {
+        first = first.or_else(|| row.get(ready::SEQ));
+        // One that another session changed meanwhile is passed over like one that it holds.
+        if row.get::<i64>(ready::TOKENS).unwrap_or(0) <= most && row.delete(false) == Deleted::Here {
+            all.push(taken_row(row));
+        }
+        all.len() == max
+    })?;
+    Some((all, first))
+}
+
+/// Where a claim looks before it takes: a lane, the most tokens that a task of it may predict, and where one of its priorities begins.
+#[derive(Clone, Copy)]
+struct Line {
+    lane: i32,
+    most: i64,
+    head: Head,
+}
+
+/// A task that stands first in its lane: the lane, what it predicts, and the agent it is for.
+type First = (i32, Option<i64>, Option<String>);
+
+/// The first tasks of each line, for some agents only where these are given: highest priority first, then by seq.
+fn first(session: &Session, name: &str, lines: &[Line], depth: usize, agents: Option<&[String]>) -> Vec<First> {
+    if agents.is_none()
+        && let Some(found) = first_directly(name, lines, depth)
+    {
+        return found;
+    }
+    let lanes: Vec<i32> = lines.iter().map(|line| line.lane).collect();
+    let priorities: Vec<i32> = lines.iter().map(|line| line.head.priority).collect();
+    let starts: Vec<i64> = lines.iter().map(|line| line.head.at).collect();
+    let most: Vec<i64> = lines.iter().map(|line| line.most).collect();
+    let params = [arg(name), arg(lanes), arg(priorities), arg(starts), arg(depth as i64), arg(most)];
+    let rows = match agents {
+        None => session.run(&FIRST, &params),
+        Some(agents) => session.run(&FIRST_AGENTS, &[params.as_slice(), &[arg(agents.to_vec())]].concat()),
+    };
+    rows.iter().map(|row| (row.must(0), row.get(1), row.get(2))).collect()
+}
+
+/// As [`FIRST`], without the executor.
+fn first_directly(name: &str, lines: &[Line], depth: usize) -> Option<Vec<First>> {
+    let table = ready::TABLE.open(pg_sys::AccessShareLock)?;
+    let mut found = Vec::new();
+    for line in lines {
+        let mut left = depth;
+        along(&table, name, line.lane, line.head, depth, |row| {
+            let tokens: Option<i64> = row.get(ready::TOKENS);
+            if tokens.unwrap_or(0) <= line.most {
+                let place = (std::cmp::Reverse(line.head.priority), row.must::<i64>(ready::SEQ));
+                found.push((place, (line.lane, tokens, row.get(ready::AGENT))));
+                left -= 1;
+            }
+            left == 0
+        })?;
+    }
+    found.sort_unstable_by_key(|(place, _)| *place);
+    Some(found.into_iter().map(|(_, first)| first).collect())
 }
 
 /// Takes at most `max` rows of a lane in their order.
 fn take_lane(session: &Session, name: &str, (lane, most): (i32, i64), max: usize, agents: Option<&[String]>) -> Vec<Taken> {
-    let heads = lines::heads(session, name, lane);
-    let mut taken = Vec::new();
-    for head in &heads {
-        taken.extend(take(session, name, (lane, most), *head, max - taken.len(), agents));
+    let start = lines::heads(session, name, lane);
+    let (mut taken, mut seen) = (Vec::new(), Vec::new());
+    for head in &start.heads {
+        let left = max - taken.len();
+        match agents.is_none().then(|| take_directly(name, (lane, most), *head, left)).flatten() {
+            Some((rows, first)) => {
+                taken.extend(rows);
+                seen.push(Head { at: first.unwrap_or(NOTHING), ..*head });
+            }
+            None => taken.extend(take(session, name, (lane, most), *head, left, agents)),
+        }
         if taken.len() == max {
             break;
         }
     }
+    let risen = start.rise(lane, &seen);
     if !taken.is_empty() {
-        shmem::heads::took(shmem::required(), Instance::here(), lane, taken.len());
-    } else if !heads.is_empty() {
+        if !risen {
+            shmem::heads::took(shmem::required(), Instance::here(), lane, taken.len());
+        }
+    } else if seen.len() < start.heads.len() {
         lines::exhausted(session, name, lane);
     }
     sort(&mut taken);
@@ -311,7 +422,7 @@ fn take_round(
     };
     let mut heads: Vec<(usize, Head)> = Vec::new();
     for (at, (lane, glimpse)) in open.iter().enumerate() {
-        let of_lane = lines::heads(session, name, lane.lane);
+        let of_lane = lines::heads(session, name, lane.lane).heads;
         if of_lane.is_empty() {
             remember_empty(lane, *glimpse, now);
         }
@@ -320,21 +431,16 @@ fn take_round(
     if heads.is_empty() {
         return (Vec::new(), if turns.is_some() { open.iter().map(|(lane, _)| lane.lane).collect() } else { Vec::new() });
     }
-    let lanes: Vec<i32> = heads.iter().map(|(at, _)| open[*at].0.lane).collect();
-    let priorities: Vec<i32> = heads.iter().map(|(_, head)| head.priority).collect();
-    let starts: Vec<i64> = heads.iter().map(|(_, head)| head.at).collect();
-    let most: Vec<i64> = heads.iter().map(|(at, _)| queue.most_tokens(open[*at].0)).collect();
-    let line = [arg(name), arg(lanes), arg(priorities), arg(starts), arg(depth as i64), arg(most)];
+    let lines: Vec<Line> =
+        heads.iter().map(|(at, head)| Line { lane: open[*at].0.lane, most: queue.most_tokens(open[*at].0), head: *head }).collect();
     let agents = wish.agents.as_deref();
-    let first = match agents {
-        None => session.run(&FIRST, &line),
-        Some(agents) => session.run(&FIRST_AGENTS, &[line.as_slice(), &[arg(agents.to_vec())]].concat()),
-    };
+    let first = first(session, name, &lines, depth, agents);
     let by_number: HashMap<i32, usize> = open.iter().enumerate().map(|(at, (lane, _))| (lane.lane, at)).collect();
-    let candidates: Vec<Candidate> = (0..first.len())
-        .filter_map(|at| {
-            let lane = *by_number.get(&first.must(at, 1))?;
-            Some(Candidate { lane, tokens: queue.corrected(open[lane].0, first.get(at, 2), first.get::<String>(at, 3).as_deref()) })
+    let candidates: Vec<Candidate> = first
+        .iter()
+        .filter_map(|(lane, tokens, agent)| {
+            let lane = *by_number.get(lane)?;
+            Some(Candidate { lane, tokens: queue.corrected(open[lane].0, *tokens, agent.as_deref()) })
         })
         .collect();
     let mut seen = vec![0; open.len()];
@@ -470,44 +576,96 @@ fn reservation(queue: &Queue, lane: i32, tokens: Option<i64>) -> (Option<Vec<i32
     (Some(draws.clone().map(|budget| budget.number).collect()), Some(draws.map(|budget| budget.limit.cost(tokens).usage.tokens).collect()))
 }
 
+/// What a claim needs to know of a task beside its place.
+struct Facts {
+    payload: Option<RawJsonb>,
+    labels: Option<RawJsonb>,
+    agent: Option<String>,
+    enqueued_at: Instant,
+    /// In microseconds, as the next.
+    lease_for: Option<i64>,
+    max_run_time: Option<i64>,
+}
+
+impl Facts {
+    fn of(row: &impl Row) -> Self {
+        let micros = |column| row.datum(column).map(|datum| RawInterval(datum).epoch_micros());
+        Facts {
+            payload: row.lift(facts::PAYLOAD).map(RawJsonb),
+            labels: row.lift(facts::LABELS).map(RawJsonb),
+            agent: row.get(facts::AGENT),
+            enqueued_at: row.must(facts::ENQUEUED_AT),
+            lease_for: micros(facts::LEASE_FOR),
+            max_run_time: micros(facts::MAX_RUN_TIME),
+        }
+    }
+}
+
+/// The facts of a task, without the executor; `None` where they have to be looked for with the statement.
+fn facts_directly(session: &Session, name: &str, id: pgrx::Uuid) -> Option<Facts> {
+    let table = facts::TABLE.to_read(session, id)?;
+    let mut rows = table.scan(&facts::KEY, &[Condition::text(arg(name)), Condition::uuid(arg(id))])?;
+    rows.advance().then(|| Facts::of(&rows))
+}
+
+/// The facts of the taken tasks, by their ids.
+fn facts_of(session: &Session, name: &str, taken: &[Taken]) -> HashMap<[u8; 16], Facts> {
+    let mut known = HashMap::with_capacity(taken.len());
+    let mut left = Vec::new();
+    for Taken { ticket: Ticket { id, .. }, .. } in taken {
+        match facts_directly(session, name, *id) {
+            Some(facts) => {
+                known.insert(*id.as_bytes(), facts);
+            }
+            None => left.push(*id),
+        }
+    }
+    for rows in history::read_many(session, &FACTS, name, &left) {
+        known.extend(rows.iter().map(|row| (*row.must::<pgrx::Uuid>(facts::ID).as_bytes(), Facts::of(&row))));
+    }
+    known
+}
+
 /// Starts an attempt of each taken task.
 fn start(session: &Session, name: &str, queue: &Queue, taken: &[Taken], wish: &Wish, now: Instant) -> Vec<Claimed> {
-    let facts = history::read_many(session, &FACTS, name, &taken.iter().map(|row| row.ticket.id).collect::<Vec<_>>());
-    let by_id: HashMap<[u8; 16], (&Rows, usize)> =
-        facts.iter().flat_map(|rows| (0..rows.len()).map(move |at| (*rows.must::<pgrx::Uuid>(at, 1).as_bytes(), (rows, at)))).collect();
+    let mut known = facts_of(session, name, taken);
+    let table = running::TABLE.open(pg_sys::RowExclusiveLock);
     taken
         .iter()
         .filter_map(|Taken { ticket, seq, tokens, began, share, .. }| {
             let now = began.unwrap_or(now);
-            let (facts, at) = *by_id.get(ticket.id.as_bytes())?;
+            let facts = known.remove(ticket.id.as_bytes())?;
             let lease = pgrx::Uuid::from_bytes(stint_core::ids::lease());
             let attempt = ticket.attempt.saturating_add(1);
-            let longest: Option<i64> = facts.get(at, 7).or(queue.max_run_time);
-            let lasts = wish.lease_for.or_else(|| facts.get(at, 6)).unwrap_or(queue.lease).min(longest.unwrap_or(i64::MAX));
+            let longest: Option<i64> = facts.max_run_time.or(queue.max_run_time);
+            let lasts = wish.lease_for.or(facts.lease_for).unwrap_or(queue.lease).min(longest.unwrap_or(i64::MAX));
             let expires = now.plus(lasts);
             let (budgets, reserved) = reservation(queue, ticket.lane, *tokens);
             shmem::heads::lower(Instance::here(), shmem::heads::RUNNING, 0, expires.0);
-            session.run(
-                &RUN,
-                &[
-                    arg(name),
-                    arg(ticket.id),
-                    arg(lease),
-                    arg(ticket.lane),
-                    arg(ticket.priority),
-                    arg(*seq),
-                    arg(ticket.tokens),
-                    arg(attempt),
-                    arg(ticket.counted),
-                    arg(now),
-                    arg(expires),
-                    arg(budgets),
-                    arg(reserved),
-                    arg(wish.worker),
-                    arg(longest.map(|longest| now.plus(longest))),
-                    arg(*share),
-                ],
-            );
+            let row = [
+                arg(name),
+                arg(ticket.id),
+                arg(lease),
+                arg(ticket.lane),
+                arg(ticket.priority),
+                arg(*seq),
+                arg(ticket.tokens),
+                arg(attempt),
+                arg(ticket.counted),
+                arg(now),
+                arg(expires),
+                arg(budgets),
+                arg(reserved),
+                arg(wish.worker),
+                arg(longest.map(|longest| now.plus(longest))),
+                arg(*share),
+            ];
+            match &table {
+                Some(table) => table.insert(row.into_iter().chain([arg(false)])),
+                None => {
+                    session.run(&RUN, &row);
+                }
+            }
             let change = Change { id: ticket.id, status: "running", attempt, worker: Some(wish.worker), why: None };
             task_events::record(session, name, &change);
             Some((
@@ -515,12 +673,12 @@ fn start(session: &Session, name: &str, queue: &Queue, taken: &[Taken], wish: &W
                 ticket.id,
                 attempt,
                 lease,
-                facts.lift(at, 2).map(RawJsonb),
+                facts.payload,
                 ticket.priority,
-                facts.get(at, 4),
+                facts.agent,
                 ticket.tokens,
-                facts.lift(at, 3).map(RawJsonb),
-                facts.must(at, 5),
+                facts.labels,
+                facts.enqueued_at,
                 expires,
                 lasts / 1000,
             ))
@@ -622,23 +780,20 @@ fn claim(
     wait: Option<RawInterval>,
     agents: Option<Vec<Option<String>>>,
     fcinfo: pg_sys::FunctionCallInfo,
-) -> TableIterator<
-    'static,
-    (
-        name!(queue, String),
-        name!(id, pgrx::Uuid),
-        name!(attempt, i32),
-        name!(lease, pgrx::Uuid),
-        name!(payload, Option<RawJsonb>),
-        name!(priority, i32),
-        name!(agent, Option<String>),
-        name!(tokens, Option<i64>),
-        name!(labels, Option<RawJsonb>),
-        name!(enqueued_at, Instant),
-        name!(expires_at, Instant),
-        name!(expires_in_ms, i64),
-    ),
-> {
+) -> Table<(
+    name!(queue, String),
+    name!(id, pgrx::Uuid),
+    name!(attempt, i32),
+    name!(lease, pgrx::Uuid),
+    name!(payload, Option<RawJsonb>),
+    name!(priority, i32),
+    name!(agent, Option<String>),
+    name!(tokens, Option<i64>),
+    name!(labels, Option<RawJsonb>),
+    name!(enqueued_at, Instant),
+    name!(expires_at, Instant),
+    name!(expires_in_ms, i64),
+)> {
     shmem::required();
     let name = input::name("queue", queue);
     let worker = input::name("worker", worker);
@@ -652,5 +807,5 @@ fn claim(
     let wait = wait.map_or(0, |wait| input::duration("wait", wait, 0, guc::max_wait_s(), "stint.max_wait"));
     let _owner = spi::Identity::owner();
     let claimed = if wait > 0 { wait_and_claim(name, &wish, wait, fcinfo) } else { find_and_try(name, &wish) };
-    TableIterator::new(claimed)
+    Table::of(claimed)
 }

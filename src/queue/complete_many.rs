@@ -4,6 +4,7 @@ use super::config;
 use super::finish::{self, Completion};
 use super::flow::leave;
 use super::usage::Usage;
+use crate::answer::Table;
 use crate::errors::Fault;
 use crate::spi::{self, Rows, Session, Statement, arg};
 use crate::values::{Instant, RawJsonb};
@@ -152,17 +153,14 @@ type Answered = (i32, pgrx::Uuid, String, Option<RawJsonb>, bool, String);
 fn complete_many(
     queue: Option<&str>,
     items: Option<RawJsonb>,
-) -> TableIterator<
-    'static,
-    (
-        name!(ordinality, i32),
-        name!(id, pgrx::Uuid),
-        name!(outcome, String),
-        name!(result, Option<RawJsonb>),
-        name!(first, bool),
-        name!(status, String),
-    ),
-> {
+) -> Table<(
+    name!(ordinality, i32),
+    name!(id, pgrx::Uuid),
+    name!(outcome, String),
+    name!(result, Option<RawJsonb>),
+    name!(first, bool),
+    name!(status, String),
+)> {
     shmem::required();
     let name = input::name("queue", queue);
     let items = input::given("items", items);
@@ -197,5 +195,5 @@ fn complete_many(
         answers.sort_unstable_by_key(|answer| answer.0);
         answers
     });
-    TableIterator::new(answers)
+    Table::of(answers)
 }

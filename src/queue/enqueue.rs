@@ -2,6 +2,7 @@
 
 use super::config::{self, Queue};
 use super::flow::enter::{self, Gate, OnFailure, Wait};
+use super::rows::facts;
 use super::store::{self, Outcome, Ticket};
 use crate::errors::Fault;
 use crate::history::{self, LeafStatement};
@@ -148,31 +149,32 @@ pub fn store(session: &Session, name: &str, queue: &Queue, gate: &mut Gate, id: 
     let (depends_on, on_failure) =
         (!request.depends_on.is_empty()).then(|| (request.depends_on.clone(), request.on_dependency_failure.word())).unzip();
     config::keep_from_dropping();
-    history::write(
-        session,
-        &FACTS,
-        id,
-        &[
-            arg(name),
-            arg(id),
-            arg(lane),
-            arg(request.priority),
-            arg(request.max_attempts),
-            arg(request.tokens),
-            arg(now),
-            arg(due),
-            arg(request.lease_for),
-            arg(request.agent.as_deref()),
-            arg(request.key.as_deref()),
-            arg(request.group_key.as_deref()),
-            arg(group_seq),
-            arg(depends_on),
-            arg(on_failure),
-            arg(request.labels),
-            arg(request.payload),
-            arg(request.max_run_time),
-        ],
-    );
+    let row = [
+        arg(name),
+        arg(id),
+        arg(lane),
+        arg(request.priority),
+        arg(request.max_attempts),
+        arg(request.tokens),
+        arg(now),
+        arg(due),
+        arg(request.lease_for),
+        arg(request.agent.as_deref()),
+        arg(request.key.as_deref()),
+        arg(request.group_key.as_deref()),
+        arg(group_seq),
+        arg(depends_on),
+        arg(on_failure),
+        arg(request.labels),
+        arg(request.payload),
+        arg(request.max_run_time),
+    ];
+    match facts::TABLE.to_write(session, id) {
+        Some(table) => table.insert(row),
+        None => {
+            history::write(session, &FACTS, id, &row);
+        }
+    }
     config::still_stands(session, name, queue);
     let lane = gate.lane(request, lane);
     let ticket = Ticket { id, lane, priority: request.priority, tokens: request.tokens, attempt: 0, counted: 0 };

@@ -3,6 +3,7 @@
 use super::enqueue::{Request, store as store_task};
 use super::flow::enter::{self, OnFailure};
 use super::{config, keys, store};
+use crate::answer::Table;
 use crate::errors::Fault;
 use crate::spi::{self, Rows, Session, Statement, arg};
 use crate::values::{Instant, RawJsonb};
@@ -179,10 +180,7 @@ fn request(session: &Session, rows: &Rows, at: usize) -> Request {
 
 /// See the SQL COMMENT of stint.enqueue_many.
 #[pg_extern(sql = false)]
-fn enqueue_many(
-    queue: Option<&str>,
-    tasks: Option<RawJsonb>,
-) -> TableIterator<'static, (name!(ordinality, i32), name!(id, pgrx::Uuid), name!(created, bool))> {
+fn enqueue_many(queue: Option<&str>, tasks: Option<RawJsonb>) -> Table<(name!(ordinality, i32), name!(id, pgrx::Uuid), name!(created, bool))> {
     shmem::required();
     let name = input::name("queue", queue);
     let tasks = input::given("tasks", tasks);
@@ -219,5 +217,5 @@ fn enqueue_many(
         }
         stored
     });
-    TableIterator::new(stored)
+    Table::of(stored)
 }

@@ -4,11 +4,14 @@
 use super::config;
 use super::flow::leave::{self, End};
 use super::late::{self, Answer, Late};
+use super::rows::running;
 use super::store::{self, Attempt, Outcome, Ticket};
 use super::usage::Usage;
+use crate::answer::Table;
 use crate::budget::live::Held;
+use crate::direct::{Condition, Deleted};
 use crate::history::{self, LeafStatement};
-use crate::spi::{self, Session, Statement, arg};
+use crate::spi::{self, Row, Session, Statement, arg};
 use crate::values::{Instant, RawInterval, RawJsonb, RawNumeric};
 use crate::{input, shmem};
 use pgrx::prelude::*;
@@ -18,9 +21,8 @@ use stint_core::verdict::Call;
 static END: Statement = Statement::new(
     c"delete from stint.place_running r
       where r.queue = $1 and r.id = $2 and r.lease = $3
-      returning r.lane, r.priority, r.seq, r.tokens, r.attempt, r.counted, r.started_at, r.worker::text,
-                r.cancel_requested, r.reason, r.budgets, r.reserved, r.run_id::text, r.trace_id::text,
-                r.heartbeat_gap, r.share",
+      returning r.queue, r.id, r.lease, r.lane, r.priority, r.seq, r.tokens, r.attempt, r.counted, r.started_at, r.expires_at, r.budgets, r.reserved,
+                r.worker, r.deadline, r.share, r.cancel_requested, r.reason, r.run_id, r.trace_id, r.heartbeat_gap",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::UUIDOID],
 );
 
@@ -55,30 +57,45 @@ pub struct Ran {
 
 /// Deletes the running row under this lease; whoever does so writes the attempt's row, which settles its budgets. `None` where the lease is not the live one.
 pub fn end(session: &Session, name: &str, id: pgrx::Uuid, lease: pgrx::Uuid) -> Option<Ran> {
-    let row = session.run(&END, &[arg(name), arg(id), arg(lease)]);
-    if row.is_empty() {
-        return None;
-    }
-    Some(Ran {
-        ticket: Ticket {
-            id,
-            lane: row.must(0, 1),
-            priority: row.must(0, 2),
-            tokens: row.get(0, 4),
-            attempt: row.must(0, 5),
-            counted: row.must(0, 6),
-        },
-        seq: row.must(0, 3),
-        started_at: row.must(0, 7),
-        worker: row.must(0, 8),
-        cancel_requested: row.must(0, 9),
-        reason: row.get(0, 10),
-        held: Held::new(row.get(0, 11), row.get(0, 12)),
-        run_id: row.get(0, 13),
-        trace_id: row.get(0, 14),
-        heartbeat_gap: row.get(0, 15),
-        share: row.get(0, 16),
+    end_directly(name, id, lease).unwrap_or_else(|| {
+        let rows = session.run(&END, &[arg(name), arg(id), arg(lease)]);
+        rows.iter().next().map(|row| Ran::of(&row))
     })
+}
+
+/// As [`END`], without the executor; `None` where the statement has to be run, also after somebody changed the row while this waited for it.
+fn end_directly(name: &str, id: pgrx::Uuid, lease: pgrx::Uuid) -> Option<Option<Ran>> {
+    let table = running::TABLE.open(pg_sys::RowExclusiveLock)?;
+    let mut rows = table.scan(&running::KEY, &[Condition::text(arg(name)), Condition::uuid(arg(id))])?;
+    if !rows.advance() || rows.must::<pgrx::Uuid>(running::LEASE) != lease {
+        return Some(None);
+    }
+    (rows.delete(true) == Deleted::Here).then(|| Some(Ran::of(&rows)))
+}
+
+impl Ran {
+    fn of(row: &impl Row) -> Self {
+        Ran {
+            ticket: Ticket {
+                id: row.must(running::ID),
+                lane: row.must(running::LANE),
+                priority: row.must(running::PRIORITY),
+                tokens: row.get(running::TOKENS),
+                attempt: row.must(running::ATTEMPT),
+                counted: row.must(running::COUNTED),
+            },
+            seq: row.must(running::SEQ),
+            started_at: row.must(running::STARTED_AT),
+            worker: row.must(running::WORKER),
+            cancel_requested: row.must(running::CANCEL_REQUESTED),
+            reason: row.get(running::REASON),
+            held: Held::new(row.get(running::BUDGETS), row.get(running::RESERVED)),
+            run_id: row.get(running::RUN_ID),
+            trace_id: row.get(running::TRACE_ID),
+            heartbeat_gap: row.keep(running::HEARTBEAT_GAP).map(RawInterval),
+            share: row.get(running::SHARE),
+        }
+    }
 }
 
 impl Ran {
@@ -165,7 +182,7 @@ fn complete(
     compute_cost: Option<RawNumeric>,
     confidence: Option<f32>,
     meta: Option<RawJsonb>,
-) -> TableIterator<'static, (name!(outcome, String), name!(result, Option<RawJsonb>), name!(first, bool), name!(status, String))> {
+) -> Table<(name!(outcome, String), name!(result, Option<RawJsonb>), name!(first, bool), name!(status, String))> {
     shmem::required();
     let name = input::name("queue", queue);
     let id = input::given("id", id);
@@ -178,7 +195,7 @@ fn complete(
         let queue = config::find(session, name);
         complete_one(session, name, &queue, &Completion { id, lease, result, usage }, now)
     });
-    TableIterator::once((answer.outcome.to_string(), answer.result, answer.first, answer.status))
+    Table::one((answer.outcome.to_string(), answer.result, answer.first, answer.status))
 }
 
 /// See the SQL COMMENT of stint.fail.
@@ -200,17 +217,14 @@ fn fail(
     compute_cost: Option<RawNumeric>,
     confidence: Option<f32>,
     meta: Option<RawJsonb>,
-) -> TableIterator<
-    'static,
-    (
-        name!(outcome, String),
-        name!(result, Option<RawJsonb>),
-        name!(first, bool),
-        name!(status, String),
-        name!(retry_at, Option<Instant>),
-        name!(retry_in_ms, Option<i64>),
-    ),
-> {
+) -> Table<(
+    name!(outcome, String),
+    name!(result, Option<RawJsonb>),
+    name!(first, bool),
+    name!(status, String),
+    name!(retry_at, Option<Instant>),
+    name!(retry_in_ms, Option<i64>),
+)> {
     shmem::required();
     let name = input::name("queue", queue);
     let id = input::given("id", id);
@@ -257,5 +271,5 @@ fn fail(
         })
     });
     let (retry_at, retry_in_ms) = answer.retry.unzip();
-    TableIterator::once((answer.outcome.to_string(), answer.result, answer.first, answer.status, retry_at, retry_in_ms))
+    Table::one((answer.outcome.to_string(), answer.result, answer.first, answer.status, retry_at, retry_in_ms))
 }

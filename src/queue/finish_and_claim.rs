@@ -4,6 +4,7 @@ use super::claim::{self, Wish};
 use super::config;
 use super::finish::{self, Completion};
 use super::usage::Usage;
+use crate::answer::Table;
 use crate::spi;
 use crate::values::{Instant, RawInterval, RawJsonb, RawNumeric};
 use crate::{input, shmem};
@@ -50,27 +51,24 @@ fn finish_and_claim(
     compute_cost: Option<RawNumeric>,
     confidence: Option<f32>,
     meta: Option<RawJsonb>,
-) -> TableIterator<
-    'static,
-    (
-        name!(kind, &'static str),
-        name!(id, pgrx::Uuid),
-        name!(outcome, Option<String>),
-        name!(result, Option<RawJsonb>),
-        name!(first, Option<bool>),
-        name!(status, Option<String>),
-        name!(attempt, Option<i32>),
-        name!(lease, Option<pgrx::Uuid>),
-        name!(payload, Option<RawJsonb>),
-        name!(priority, Option<i32>),
-        name!(agent, Option<String>),
-        name!(tokens, Option<i64>),
-        name!(labels, Option<RawJsonb>),
-        name!(enqueued_at, Option<Instant>),
-        name!(expires_at, Option<Instant>),
-        name!(expires_in_ms, Option<i64>),
-    ),
-> {
+) -> Table<(
+    name!(kind, &'static str),
+    name!(id, pgrx::Uuid),
+    name!(outcome, Option<String>),
+    name!(result, Option<RawJsonb>),
+    name!(first, Option<bool>),
+    name!(status, Option<String>),
+    name!(attempt, Option<i32>),
+    name!(lease, Option<pgrx::Uuid>),
+    name!(payload, Option<RawJsonb>),
+    name!(priority, Option<i32>),
+    name!(agent, Option<String>),
+    name!(tokens, Option<i64>),
+    name!(labels, Option<RawJsonb>),
+    name!(enqueued_at, Option<Instant>),
+    name!(expires_at, Option<Instant>),
+    name!(expires_in_ms, Option<i64>),
+)> {
     shmem::required();
     let name = input::name("queue", queue);
     let id = input::given("id", id);
@@ -132,5 +130,5 @@ fn finish_and_claim(
         ));
         rows
     });
-    TableIterator::new(rows)
+    Table::of(rows)
 }

@@ -2,6 +2,7 @@
 
 use super::config;
 use super::late;
+use crate::answer::Table;
 use crate::spi::{self, Statement, arg};
 use crate::values::{Instant, RawInterval, RawJsonb};
 use crate::{input, shmem};
@@ -31,7 +32,7 @@ fn extend(
     progress: Option<RawJsonb>,
     run_id: Option<&str>,
     trace_id: Option<&str>,
-) -> TableIterator<'static, (name!(status, String), name!(expires_at, Option<Instant>), name!(expires_in_ms, Option<i64>))> {
+) -> Table<(name!(status, String), name!(expires_at, Option<Instant>), name!(expires_in_ms, Option<i64>))> {
     shmem::required();
     let name = input::name("queue", queue);
     let id = input::given("id", id);
@@ -53,5 +54,5 @@ fn extend(
         let until: Instant = row.must(0, 2);
         (status.to_string(), Some(until), Some(until.ms_since(now)))
     });
-    TableIterator::once(answer)
+    Table::one(answer)
 }

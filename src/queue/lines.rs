@@ -33,24 +33,43 @@ static FIRST: Statement = Statement::new(
     &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID],
 );
 
-/// Rows taken from a lane after which its heads are worth raising: so many dead entries a claim walks at the most, give or take what is under way.
+/// Rows taken from a lane, by claims that may not raise heads themselves, after which these are worth raising: so many dead entries a claim walks at the most,
+/// give or take what is under way.
 const WORTH_RAISING: usize = 64;
 
+/// Where a claim begins to look in a lane.
+pub struct Start {
+    /// Each priority that has rows and where it begins, highest first.
+    pub heads: Vec<Head>,
+    /// To be given back with what the claim sees from there on, where that may raise heads.
+    pub generation: Option<u64>,
+}
+
+impl Start {
+    /// Raises heads to the first rows that the claim's plain reads showed.
+    pub fn rise(&self, lane: i32, seen: &[Head]) -> bool {
+        let Some(generation) = self.generation.filter(|_| !seen.is_empty()) else { return false };
+        heads::rise(shmem::required(), Instance::here(), lane, generation, seen, false);
+        true
+    }
+}
+
 /// Where each priority of a lane that has rows begins, highest first.
-pub fn heads(session: &Session, name: &str, lane: i32) -> Vec<Head> {
+pub fn heads(session: &Session, name: &str, lane: i32) -> Start {
     let shared = shmem::required();
     let instance = Instance::here();
     let line = heads::look(shared, instance, lane);
+    let may_rise = heads::may_rise(shared);
     if line.complete {
+        let generation = may_rise.then_some(line.generation);
         let live: Vec<Head> = line.heads.iter().filter(|head| head.at != NOTHING).copied().collect();
-        if line.taken < WORTH_RAISING || live.is_empty() || !heads::may_rise(shared) {
-            return live;
+        if line.taken < WORTH_RAISING || live.is_empty() || !may_rise {
+            return Start { heads: live, generation };
         }
         let found = first_rows(session, name, lane, &live);
         heads::rise(shared, instance, lane, line.generation, &found, false);
-        return found.into_iter().filter(|head| head.at != NOTHING).collect();
+        return Start { heads: found.into_iter().filter(|head| head.at != NOTHING).collect(), generation };
     }
-    let may_rise = heads::may_rise(shared);
     let rows = session.run(&PRIORITIES, &[arg(name), arg(lane)]);
     // A priority that stands in the entry but has no rows must not stay at a head of its own making: it ends with NOTHING.
     let mut found: Vec<Head> = (0..rows.len()).map(|at| Head { priority: rows.must(at, 1), at: 0 }).collect();
@@ -60,7 +79,7 @@ pub fn heads(session: &Session, name: &str, lane: i32) -> Vec<Head> {
         heads::rise(shared, instance, lane, line.generation, &all, true);
     }
     found.sort_unstable_by_key(|head| std::cmp::Reverse(head.priority));
-    found
+    Start { heads: found, generation: may_rise.then_some(line.generation) }
 }
 
 fn first_rows(session: &Session, name: &str, lane: i32, from: &[Head]) -> Vec<Head> {

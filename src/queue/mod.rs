@@ -28,6 +28,7 @@ pub mod purge;
 pub mod release;
 pub mod reprioritize;
 pub mod retry;
+pub mod rows;
 pub mod schedule;
 pub mod shares;
 pub mod snooze;

@@ -4,6 +4,7 @@ use super::late::{self, Answer, Late};
 use super::store::{self, Outcome};
 use super::usage::Usage;
 use super::{config, finish};
+use crate::answer::Table;
 use crate::spi;
 use crate::values::Instant;
 use crate::{input, shmem};
@@ -16,7 +17,7 @@ fn release(
     queue: Option<&str>,
     id: Option<pgrx::Uuid>,
     lease: Option<pgrx::Uuid>,
-) -> TableIterator<'static, (name!(outcome, String), name!(first, bool), name!(status, String))> {
+) -> Table<(name!(outcome, String), name!(first, bool), name!(status, String))> {
     shmem::required();
     let name = input::name("queue", queue);
     let id = input::given("id", id);
@@ -46,5 +47,5 @@ fn release(
             Some(Answer::first("released", None, "ready"))
         })
     });
-    TableIterator::once((answer.outcome.to_string(), answer.first, answer.status))
+    Table::one((answer.outcome.to_string(), answer.first, answer.status))
 }

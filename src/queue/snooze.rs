@@ -4,6 +4,7 @@ use super::late::{self, Answer, Late};
 use super::store::{self, Outcome};
 use super::usage::Usage;
 use super::{config, finish};
+use crate::answer::Table;
 use crate::spi;
 use crate::values::{Instant, RawInterval};
 use crate::{input, shmem};
@@ -17,10 +18,7 @@ fn snooze(
     id: Option<pgrx::Uuid>,
     lease: Option<pgrx::Uuid>,
     duration: Option<RawInterval>,
-) -> TableIterator<
-    'static,
-    (name!(outcome, String), name!(first, bool), name!(status, String), name!(run_at, Option<Instant>), name!(run_in_ms, Option<i64>)),
-> {
+) -> Table<(name!(outcome, String), name!(first, bool), name!(status, String), name!(run_at, Option<Instant>), name!(run_in_ms, Option<i64>))> {
     shmem::required();
     let name = input::name("queue", queue);
     let id = input::given("id", id);
@@ -53,5 +51,5 @@ fn snooze(
         })
     });
     let (run_at, run_in_ms) = answer.retry.unzip();
-    TableIterator::once((answer.outcome.to_string(), answer.first, answer.status, run_at, run_in_ms))
+    Table::one((answer.outcome.to_string(), answer.first, answer.status, run_at, run_in_ms))
 }

@@ -2,13 +2,16 @@
 
 use super::config::{self, Queue};
 use super::flow::leave::{self, End};
+use super::rows::{ATTEMPTS, OUTCOMES, dependencies, ready};
 use super::shares;
 use super::task_events::{self, Change};
 use super::usage::Usage;
+use crate::accounting::roll_up;
 use crate::budget::live::{self, Held};
+use crate::direct::{Condition, Scan};
 use crate::history::{self, LeafStatement};
 use crate::shmem::{Instance, bells, heads, waiters};
-use crate::spi::{Session, Statement, arg};
+use crate::spi::{Param, Session, Statement, arg};
 use crate::values::{Instant, RawInterval, RawJsonb};
 use pgrx::prelude::*;
 
@@ -112,7 +115,7 @@ pub struct Ticket {
 }
 
 impl Ticket {
-    fn params(&self, name: &str) -> [crate::spi::Param; 7] {
+    fn params(&self, name: &str) -> [Param; 7] {
         [arg(name), arg(self.id), arg(self.lane), arg(self.priority), arg(self.tokens), arg(self.attempt), arg(self.counted)]
     }
 }
@@ -130,7 +133,13 @@ pub fn next_seq() -> i64 {
 pub fn new_to_ready(session: &Session, name: &str, ticket: &Ticket, agent: Option<&str>) {
     let seq = next_seq();
     let [a, b, c, d, e, f, g] = ticket.params(name);
-    session.run(&NEW_TO_READY, &[a, b, c, d, e, f, g, arg(seq), arg(agent)]);
+    let row = [a, b, c, d, e, f, g, arg(seq), arg(agent)];
+    match ready::TABLE.open(pg_sys::RowExclusiveLock) {
+        Some(table) => table.insert(row),
+        None => {
+            session.run(&NEW_TO_READY, &row);
+        }
+    }
     heads::lower(Instance::here(), ticket.lane, ticket.priority, seq);
     changed(session, name, ticket, "ready", None);
 }
@@ -221,36 +230,44 @@ pub fn attempt(session: &Session, name: &str, attempt: &Attempt, ended: &str, at
         shares::settle(session, name, attempt.lane, charged, released, usage.used());
     }
     let kept = attempt.held.filter(|_| !released);
-    history::write(
-        session,
-        &ATTEMPT,
-        attempt.id,
-        &[
-            arg(name),
-            arg(attempt.id),
-            arg(attempt.attempt),
-            arg(attempt.lease),
-            arg(attempt.started_at),
-            arg(at),
-            arg(ended),
-            arg(attempt.worker),
-            arg(attempt.heartbeat_gap),
-            arg(error),
-            run_id,
-            trace_id,
-            model,
-            input,
-            cached,
-            output,
-            model_cost,
-            compute_cost,
-            confidence,
-            meta,
-            arg(kept.map(|held| held.budgets.clone())),
-            arg(kept.map(|held| held.reserved.clone())),
-            arg(charged.filter(|_| !released)),
-        ],
-    );
+    let row = [
+        arg(name),
+        arg(attempt.id),
+        arg(attempt.attempt),
+        arg(attempt.lease),
+        arg(attempt.started_at),
+        arg(at),
+        arg(ended),
+        arg(attempt.worker),
+        arg(attempt.heartbeat_gap),
+        arg(error),
+        run_id,
+        trace_id,
+        model,
+        input,
+        cached,
+        output,
+        model_cost,
+        compute_cost,
+        confidence,
+        meta,
+        arg(kept.map(|held| held.budgets.clone())),
+        arg(kept.map(|held| held.reserved.clone())),
+        arg(charged.filter(|_| !released)),
+    ];
+    match ATTEMPTS.to_write(session, attempt.id) {
+        Some(table) => table.insert(row.into_iter().chain(stamp())),
+        None => {
+            history::write(session, &ATTEMPT, attempt.id, &row);
+        }
+    }
+}
+
+/// The columns by which what finished is added up once: the defaults of `incarnation` and `xact`.
+fn stamp() -> [Param; 2] {
+    // SAFETY: gives this transaction an id, if it has none.
+    let xact = unsafe { pg_sys::GetTopFullTransactionId() }.value;
+    [arg(roll_up::incarnation()), Some(pg_sys::Datum::from(xact))]
 }
 
 /// How a task finished.
@@ -303,15 +320,24 @@ fn grouped(session: &Session, name: &str) -> bool {
 
 /// Writes a task's outcome and nothing else. Returns whether other tasks depend on it.
 pub fn write_outcome(session: &Session, name: &str, id: pgrx::Uuid, at: Instant, outcome: &Outcome) -> bool {
-    let row = history::write_latest(
-        session,
-        &OUTCOME,
-        id,
-        &[arg(name), arg(id), arg(outcome.outcome), arg(outcome.attempt), arg(outcome.lease), arg(at), arg(outcome.error), arg(outcome.result)],
-    );
+    let row = [arg(name), arg(id), arg(outcome.outcome), arg(outcome.attempt), arg(outcome.lease), arg(at), arg(outcome.error), arg(outcome.result)];
+    let depended_on = write_outcome_directly(session, name, id, &row)
+        .unwrap_or_else(|| history::write_latest(session, &OUTCOME, id, &row).get(0, 1).unwrap_or(false));
     let Outcome { outcome: status, attempt, error: why, .. } = *outcome;
     task_events::record(session, name, &Change { id, status, attempt, worker: None, why });
-    row.get(0, 1).unwrap_or(false)
+    depended_on
+}
+
+/// As [`OUTCOME`], without the executor; `None` where the statement has to be run. Whether others depend on the task is looked up last, when its row is no longer
+/// there for them to hold.
+fn write_outcome_directly(session: &Session, name: &str, id: pgrx::Uuid, row: &[Param]) -> Option<bool> {
+    let dependencies = dependencies::TABLE.open(pg_sys::AccessShareLock)?;
+    OUTCOMES.to_write(session, id)?.insert(row.iter().copied().chain(stamp()));
+    if dependencies.is_empty() {
+        return Some(false);
+    }
+    let mut rows = dependencies.scan(&dependencies::KEY, &[Condition::text(arg(name)), Condition::uuid(arg(id))]);
+    rows.as_mut().map(Scan::advance).or(Some(true))
 }
 
 /// Tells the world at commit that something of the queue changed place or ended, and wakes one waiter for each of `ready` tasks that became claimable.

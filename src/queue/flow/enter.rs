@@ -187,7 +187,7 @@ pub fn hold<'a>(session: &Session, name: &str, queue: &Queue, waits: impl Iterat
     // A task that moved between two looks would be met again by going on, but by then out of the order of locks, and whoever has it may wait for what is held
     // here. So everything is let go, and held anew.
     let (ended, free, ready) = late::decide(|| {
-        savepoint::attempt(|| {
+        savepoint::attempt(session, || {
             let mut wanted = wanted.clone();
             let held = take(session, name, &HOLD, &mut wanted);
             let ready = (0..held.len()).filter(|at| held.must(*at, 2)).count();

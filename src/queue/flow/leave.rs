@@ -205,13 +205,13 @@ fn lock(session: &Session, name: &str, queue: &Queue, ends: &Ids, failing: bool)
         lock_once(session, name, queue, ends, false, true);
         return;
     }
-    late::decide(|| savepoint::attempt(|| lock_once(session, name, queue, ends, true, true).then_some(())));
+    late::decide(|| savepoint::attempt(session, || lock_once(session, name, queue, ends, true, true).then_some(())));
 }
 
 /// Ends a blocked task. `None`, with nothing locked, where it is not blocked any more, or what has to be locked changed or, unless `patient`, is held by another
 /// session: whoever tries again does so from the beginning of the order of locks.
 pub fn leave_blocked(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, outcome: &Outcome, now: Instant, patient: bool) -> Option<()> {
-    savepoint::attempt(|| {
+    savepoint::attempt(session, || {
         if !lock_once(session, name, queue, &vec![id], outcome.outcome != "completed", patient) {
             return None;
         }
