@@ -53,9 +53,12 @@ fn merge(
     crate::shmem::required();
     let identity = Identity::owner();
     let counts = spi::connect(|session| {
-        // Before its declaration is read: whoever gives the table another feed waits for this transaction.
-        // SAFETY: the lock that writing the rows will want; an error gives it back.
-        unsafe { pg_sys::LockRelationOid(oid, pg_sys::RowExclusiveLock as i32) };
+        // Before its declaration is read: whoever gives the table another feed waits for this transaction. Removals take the lock after their own, since one of
+        // them may go on to keep writers out, and would wait for those that wait for it.
+        if kind == Kind::Upsert {
+            // SAFETY: the lock that writing the rows will want; an error gives it back.
+            unsafe { pg_sys::LockRelationOid(oid, pg_sys::RowExclusiveLock as i32) };
+        }
         let plans = plans::of(session, oid);
         let rows = detoasted(rows);
         feed::refuse_projected(&plans.relation, &plans.projections, "merge into", "Record events instead, or run stint.drop_projection(…) first.");
