@@ -248,7 +248,7 @@ unsafe fn learn(relation: pg_sys::Relation, columns: &[Column], changes: u64) ->
         let width = descriptor.natts as usize;
         let mut places = vec![usize::MAX; columns.len()];
         let mut plain = class.relkind == pg_sys::RELKIND_RELATION as std::ffi::c_char
-            && class.relam == pg_sys::Oid::from(pg_sys::HEAP_TABLE_AM_OID)
+            && class.relam == pg_sys::HEAP_TABLE_AM_OID
             && class.relowner == spi::home().owner
             && !class.relrowsecurity
             && !class.relforcerowsecurity
@@ -323,7 +323,7 @@ unsafe fn look_at_index(index: pg_sys::Relation) -> Option<Index> {
         let form = &*(*index).rd_index;
         let info = &*pg_sys::BuildIndexInfo(index);
         let method = (*(*index).rd_rel).relam;
-        let known_method = [pg_sys::BTREE_AM_OID, pg_sys::BRIN_AM_OID].iter().any(|known| method == pg_sys::Oid::from(*known));
+        let known_method = [pg_sys::BTREE_AM_OID, pg_sys::BRIN_AM_OID].contains(&method);
         if !known_method || !info.ii_Expressions.is_null() || !info.ii_ExclusionOps.is_null() || !form.indimmediate {
             return None;
         }
@@ -340,7 +340,7 @@ unsafe fn look_at_index(index: pg_sys::Relation) -> Option<Index> {
             unique: form.indisunique,
             unless_null,
             ready: form.indisready,
-            valid: form.indisvalid && method == pg_sys::Oid::from(pg_sys::BTREE_AM_OID),
+            valid: form.indisvalid && method == pg_sys::BTREE_AM_OID,
         })
     }
 }
