@@ -4,7 +4,7 @@
 use crate::changelog::partitions;
 use crate::errors::Fault;
 use crate::guc;
-use crate::spi::{self, Identity, PinnedPath, Prepared};
+use crate::spi::{self, Identity, Prepared};
 use pgrx::PgList;
 use pgrx::prelude::*;
 use std::ffi::{CStr, c_char};
@@ -87,7 +87,6 @@ fn refuse_if_full() {
         return;
     }
     let _owner = Identity::owner();
-    let _path = PinnedPath::set();
     let (tasks, tables): (i64, i64) = spi::connect(|session| {
         let row = session.run_prepared_latest(&Prepared::new(HELD, &[]), &[]);
         (row.must(0, 1), row.must(0, 2))

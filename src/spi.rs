@@ -3,7 +3,7 @@
 
 use crate::errors;
 use pgrx::prelude::*;
-use std::cell::Cell;
+use std::cell::{Cell, OnceCell};
 use std::ffi::{CStr, CString};
 
 /// One argument of a statement; `None` is SQL null.
@@ -61,7 +61,7 @@ impl Drop for Prepared {
 
 fn prepare(sql: &CStr, types: &[pg_sys::Oid]) -> pg_sys::SPIPlanPtr {
     let mut types = types.to_vec();
-    let level = pin_search_path();
+    let _path = PinnedPath::set();
     // SAFETY: `types` outlives the call; the text is a C string; errors are raised by PostgreSQL.
     unsafe {
         let plan = pg_sys::SPI_prepare_cursor(sql.as_ptr(), types.len() as i32, types.as_mut_ptr(), pg_sys::CURSOR_OPT_GENERIC_PLAN as i32);
@@ -69,48 +69,59 @@ fn prepare(sql: &CStr, types: &[pg_sys::Oid]) -> pg_sys::SPIPlanPtr {
             let code = pg_sys::SPI_result;
             errors::internal(&format!("a statement could not be prepared (SPI {code}): {}", sql.to_string_lossy()));
         }
-        unpin_search_path(level);
         plan
     }
-}
-
-/// An open SPI connection; closed when dropped, also by an error's unwinding.
-pub struct Session {
-    /// The level of settings at which names are looked for in pg_catalog only, once a statement was run; 0 where they were anyway.
-    pinned: Cell<Option<i32>>,
 }
 
 /// Where names in statements are looked for: an operator that the caller's search_path finds first would run with our rights.
 const SEARCH_PATH: &CStr = c"pg_catalog, pg_temp";
 
-/// Sets the search_path of statements. Returns the level of settings that ends with it, 0 where it was set already.
-fn pin_search_path() -> i32 {
-    // SAFETY: PostgreSQL's own way to set something for a while, as functions with SET clauses do it; an abort puts it back, too.
-    unsafe {
-        let set = pg_sys::namespace_search_path;
-        if !set.is_null() && CStr::from_ptr(set) == SEARCH_PATH {
-            return 0;
+/// While it lives, names are looked for in [`SEARCH_PATH`]. It is a level of settings, so it begins and ends within one subtransaction and within other levels.
+struct PinnedPath {
+    /// None where they were looked for there anyway.
+    level: Option<i32>,
+}
+
+impl PinnedPath {
+    fn set() -> Self {
+        // SAFETY: PostgreSQL's own way to set something for a while, as functions with SET clauses do it; an abort puts it back, too.
+        unsafe {
+            let set = pg_sys::namespace_search_path;
+            if !set.is_null() && CStr::from_ptr(set) == SEARCH_PATH {
+                return PinnedPath { level: None };
+            }
+            let level = pg_sys::NewGUCNestLevel();
+            pg_sys::set_config_option(
+                c"search_path".as_ptr(),
+                SEARCH_PATH.as_ptr(),
+                pg_sys::GucContext::PGC_USERSET,
+                pg_sys::GucSource::PGC_S_SESSION,
+                pg_sys::GucAction::GUC_ACTION_SAVE,
+                true,
+                0,
+                false,
+            );
+            PinnedPath { level: Some(level) }
         }
-        let level = pg_sys::NewGUCNestLevel();
-        pg_sys::set_config_option(
-            c"search_path".as_ptr(),
-            SEARCH_PATH.as_ptr(),
-            pg_sys::GucContext::PGC_USERSET,
-            pg_sys::GucSource::PGC_S_SESSION,
-            pg_sys::GucAction::GUC_ACTION_SAVE,
-            true,
-            0,
-            false,
-        );
-        level
     }
 }
 
-fn unpin_search_path(level: i32) {
-    if level > 0 {
-        // SAFETY: ends the level that `pin_search_path` began.
-        unsafe { pg_sys::AtEOXact_GUC(true, level) };
+impl Drop for PinnedPath {
+    fn drop(&mut self) {
+        // After an error the abort of the (sub)transaction ends the level.
+        if let Some(level) = self.level
+            && !std::thread::panicking()
+        {
+            // SAFETY: ends the level that `set` began.
+            unsafe { pg_sys::AtEOXact_GUC(true, level) };
+        }
     }
+}
+
+/// An open SPI connection; closed when dropped, also by an error's unwinding.
+pub struct Session {
+    /// There once a statement was run.
+    path: OnceCell<PinnedPath>,
 }
 
 /// Runs `work` inside an SPI connection.
@@ -119,7 +130,7 @@ pub fn connect<R>(work: impl FnOnce(&Session) -> R) -> R {
     if unsafe { pg_sys::SPI_connect() } != pg_sys::SPI_OK_CONNECT as i32 {
         errors::internal("SPI_connect failed");
     }
-    let session = Session { pinned: Cell::new(None) };
+    let session = Session { path: OnceCell::new() };
     work(&session)
 }
 
@@ -127,11 +138,9 @@ impl Drop for Session {
     fn drop(&mut self) {
         // After an error PostgreSQL unwinds its own SPI stack when the (sub)transaction aborts.
         if !std::thread::panicking() {
-            // SAFETY: closes the levels this guard opened.
-            unsafe {
-                unpin_search_path(self.pinned.get().unwrap_or(0));
-                pg_sys::SPI_finish();
-            }
+            drop(self.path.take());
+            // SAFETY: closes the level that `connect` opened.
+            unsafe { pg_sys::SPI_finish() };
         }
     }
 }
@@ -251,10 +260,7 @@ impl Session {
     /// Has names in statements looked for in [`SEARCH_PATH`] until this connection ends. Every statement does so first; a verb that runs none does not pay for it.
     /// Call it before a subtransaction or other settings within the connection, whose end would end a level of settings that began in it.
     pub fn pin(&self) {
-        if self.pinned.get().is_some() {
-            return;
-        }
-        self.pinned.set(Some(pin_search_path()));
+        self.path.get_or_init(PinnedPath::set);
     }
 
     /// Runs a kept statement to its end.
@@ -547,39 +553,5 @@ impl Drop for Identity {
     fn drop(&mut self) {
         // SAFETY: puts back what `switch` found.
         unsafe { pg_sys::SetUserIdAndSecContext(self.role, self.context) };
-    }
-}
-
-/// While it lives, a search path on which nobody else has put anything: for statements that run outside the functions, which pin their own.
-pub struct PinnedPath(std::os::raw::c_int);
-
-impl PinnedPath {
-    /// Sets it for this block.
-    pub fn set() -> Self {
-        // SAFETY: PostgreSQL's own pair, undone in Drop and by an abort.
-        unsafe {
-            let level = pg_sys::NewGUCNestLevel();
-            pg_sys::set_config_option(
-                c"search_path".as_ptr(),
-                c"pg_catalog, pg_temp".as_ptr(),
-                pg_sys::GucContext::PGC_USERSET,
-                pg_sys::GucSource::PGC_S_SESSION,
-                pg_sys::GucAction::GUC_ACTION_SAVE,
-                true,
-                0,
-                false,
-            );
-            PinnedPath(level)
-        }
-    }
-}
-
-impl Drop for PinnedPath {
-    fn drop(&mut self) {
-        // After an error the abort of the transaction undoes it.
-        if !std::thread::panicking() {
-            // SAFETY: as in `set`.
-            unsafe { pg_sys::AtEOXact_GUC(true, self.0) };
-        }
     }
 }

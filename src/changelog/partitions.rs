@@ -6,7 +6,7 @@
 
 use super::capture::{self, Event};
 use crate::errors::Fault;
-use crate::spi::{self, Identity, PinnedPath, Prepared, Session, Statement, arg};
+use crate::spi::{self, Identity, Prepared, Session, Statement, arg};
 use pgrx::PgList;
 use pgrx::prelude::*;
 
@@ -130,7 +130,6 @@ pub unsafe fn after(coming: &[Coming]) {
             }
             Coming::Left(child) => spi::connect(|session| {
                 let _owner = Identity::owner();
-                let _path = PinnedPath::set();
                 if root_of(session, *child).is_none() {
                     each(session, *child, |member| capture::drop_triggers(session, &member.name));
                 }
@@ -213,7 +212,6 @@ fn leave(child: pg_sys::Oid, how: Leaves) -> bool {
         return false;
     }
     let identity = Identity::owner();
-    let _path = PinnedPath::set();
     spi::connect(|session| {
         let Some(root) = root_of(session, child) else { return false };
         let parents = session.run(&PARENT, &[arg(child)]);
@@ -247,7 +245,6 @@ fn leave(child: pg_sys::Oid, how: Leaves) -> bool {
 /// Captures a new partition from now on, and logs the rows it brings as inserted. The statement holds the locks.
 fn joined(parent: pg_sys::Oid, child: pg_sys::Oid, rows: bool) {
     let _owner = Identity::owner();
-    let _path = PinnedPath::set();
     spi::connect(|session| {
         let above = session.run(&ROOT, &[arg(parent)]).get::<pg_sys::Oid>(0, 1);
         let Some(root) = above else {

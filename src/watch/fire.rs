@@ -13,7 +13,7 @@ use crate::changelog::{capture, documents, epoch, images, watched};
 use crate::errors::{self, Fault};
 use crate::queue::enqueue;
 use crate::savepoint;
-use crate::spi::{Identity, PinnedPath, Session, Statement, arg, connect};
+use crate::spi::{Identity, Session, Statement, arg, connect};
 use crate::values::{Instant, RawJsonb};
 use pgrx::prelude::*;
 use std::collections::HashSet;
@@ -71,10 +71,9 @@ pub fn before_commit() {
     }
 }
 
-/// What statements need that a commit does not have: an active snapshot, memory that lasts until its end, and a search path on which nobody else has put anything.
+/// What statements need that a commit does not have: an active snapshot, and memory that lasts until its end.
 struct Surroundings {
     memory: pg_sys::MemoryContext,
-    _path: PinnedPath,
 }
 
 impl Surroundings {
@@ -83,14 +82,14 @@ impl Surroundings {
         unsafe {
             let memory = pg_sys::MemoryContextSwitchTo(pg_sys::TopTransactionContext);
             pg_sys::PushActiveSnapshot(pg_sys::GetTransactionSnapshot());
-            Surroundings { memory, _path: PinnedPath::set() }
+            Surroundings { memory }
         }
     }
 }
 
 impl Drop for Surroundings {
     fn drop(&mut self) {
-        // After an error the abort of the transaction undoes all three.
+        // After an error the abort of the transaction undoes both.
         if !std::thread::panicking() {
             // SAFETY: as in `set`.
             unsafe {
