@@ -1,5 +1,6 @@
 //! `merge`: rows meet a state table as its declaration says. The values are read, compared and written by PostgreSQL; nothing here opens them.
 
+use super::locks::{self, Keys};
 use super::plans::{self, After, Lazy, Plans, Steps};
 use super::{deferred, feed, rights, rounds};
 use crate::errors::{self, Fault};
@@ -53,24 +54,31 @@ fn merge(
     crate::shmem::required();
     let identity = Identity::owner();
     let counts = spi::connect(|session| {
-        // Before its declaration is read: whoever gives the table another feed waits for this transaction. Removals take the lock after their own, since one of
-        // them may go on to keep writers out, and would wait for those that wait for it.
-        if kind == Kind::Upsert {
-            // SAFETY: the lock that writing the rows will want; an error gives it back.
-            unsafe { pg_sys::LockRelationOid(oid, pg_sys::RowExclusiveLock as i32) };
-        }
-        let plans = plans::of(session, oid);
         let rows = detoasted(rows);
-        feed::refuse_projected(&plans.relation, &plans.projections, "merge into", "Record events instead, or run stint.drop_projection(…) first.");
-        let Some(rowkind) = &plans.rowkind else {
-            check_rights(&plans, identity.caller(), kind);
-            let length = check_shape(&plans, rows);
-            return as_owner(session, &plans, || apply(session, &plans, kind, rows, length));
-        };
-        let length = check_shape(&plans, rows);
-        let kinds = rounds::kinds_of_rows(session, &plans.relation, rows, rowkind, kind);
-        KINDS.into_iter().filter(|known| kinds.contains(known)).for_each(|kind| check_rights(&plans, identity.caller(), kind));
-        write(session, &plans, rows, &kinds, length)
+        loop {
+            let plans = plans::of(session, oid);
+            feed::refuse_projected(
+                &plans.relation,
+                &plans.projections,
+                "merge into",
+                "Record events instead, or run stint.drop_projection(…) first.",
+            );
+            let (kinds, length) = match &plans.rowkind {
+                None => {
+                    check_rights(&plans, identity.caller(), kind);
+                    (vec![kind], check_shape(&plans, rows))
+                }
+                Some(rowkind) => {
+                    let length = check_shape(&plans, rows);
+                    let kinds = rounds::kinds_of_rows(session, &plans.relation, rows, rowkind, kind);
+                    KINDS.into_iter().filter(|known| kinds.contains(known)).for_each(|kind| check_rights(&plans, identity.caller(), kind));
+                    (kinds, length)
+                }
+            };
+            if let Some(counts) = write(session, &plans, rows, &kinds, length, Keys::Shared) {
+                return counts;
+            }
+        }
     });
     TableIterator::once((counts.inserted, counts.updated, counts.deleted, counts.unchanged, counts.late))
 }
@@ -84,15 +92,16 @@ pub fn fold(session: &Session, relation: pg_sys::Oid, rows: RawJsonb, kinds: &[K
     if usize::try_from(length) != Ok(kinds.len()) {
         errors::internal(&format!("{} kinds were given for {length} rows", kinds.len()));
     }
-    write(session, &plans, rows, kinds, length)
+    write(session, &plans, rows, kinds, length, Keys::Ordered).unwrap_or_default()
 }
 
-/// The one kind of most batches takes the short way.
-fn write(session: &Session, plans: &Plans, rows: RawJsonb, kinds: &[Kind], length: i32) -> Counts {
-    as_owner(session, plans, || match kinds {
-        [] => Counts::default(),
-        [first, others @ ..] if others.iter().all(|kind| kind == first) => apply(session, plans, *first, rows, length),
-        _ => rounds::runs(session, plans, rows, kinds),
+/// Writes the rows, of which `kinds` names the kind of each or the one of all. None, with nothing written, where the declaration changed before the table was
+/// locked: whoever gives it another feed waits from there on.
+fn write(session: &Session, plans: &Plans, rows: RawJsonb, kinds: &[Kind], length: i32, keys: Keys) -> Option<Counts> {
+    as_owner(session, plans, || {
+        let rounds = rounds::cut(session, plans, rows, kinds, length);
+        locks::take(session, plans, rows, &rounds, keys);
+        (keys == Keys::Ordered || !plans.stale()).then(|| rounds::go(session, plans, &rounds))
     })
 }
 
@@ -220,7 +229,12 @@ pub fn explaining<R>(detail: &str, hint: fn(PgSqlErrorCode) -> Option<&'static s
         .execute()
 }
 
-/// Merges rows of one kind.
+/// The number of distinct keys of a batch.
+pub fn count_keys(session: &Session, plans: &Plans, batch: &[spi::Param], length: i32) -> i64 {
+    if length == 1 { 1 } else { session.run_prepared(plans.count_keys.plan(), batch).must(0, 1) }
+}
+
+/// Merges one round of rows, for which the locks have been taken.
 pub fn apply(session: &Session, plans: &Plans, kind: Kind, rows: RawJsonb, length: i32) -> Counts {
     let batch = [arg(rows)];
     let steps = plans.steps(kind);
@@ -232,17 +246,16 @@ pub fn apply(session: &Session, plans: &Plans, kind: Kind, rows: RawJsonb, lengt
         .hint("Declare it with another deletes policy: 'ignore', or where the engine has them 'remove' or 'retract'.")
         .raise();
     }
-    let count_keys = || if length == 1 { 1 } else { session.run_prepared(plans.count_keys.plan(), &batch).must::<i64>(0, 1) };
     match steps {
         _ if length == 0 => Counts::default(),
         Steps::Refused => Counts::default(),
-        Steps::Ignored => Counts { unchanged: count_keys(), ..Counts::default() },
+        Steps::Ignored => Counts { unchanged: count_keys(session, plans, &batch, length), ..Counts::default() },
         Steps::Upsert { single, late, unique, folded, after } => {
             let written = if length == 1 { Some(upsert_single(session, single, late.as_ref(), &batch)) } else { counted(session, unique, &batch) };
             let mut counts = match (written, folded) {
                 (Some(counts), _) => counts,
                 (None, Some(folded)) => counted(session, folded, &batch).unwrap_or_default(),
-                (None, None) => return rounds::occurrences(session, plans, kind, rows),
+                (None, None) => return rounds::go(session, plans, &rounds::occurrences(session, plans, kind, rows)),
             };
             if let Some(after) = after
                 && counts.inserted > 0
@@ -251,16 +264,11 @@ pub fn apply(session: &Session, plans: &Plans, kind: Kind, rows: RawJsonb, lengt
             }
             counts
         }
-        Steps::Remove { folds: false, .. } if count_keys() < i64::from(length) => rounds::occurrences(session, plans, kind, rows),
-        Steps::Remove { absent, owe, apply, .. } => {
-            if owe.is_some() {
-                lock_for_inserts(session, plans, &batch);
-            }
-            lock_for_removal(session, plans, absent.as_ref(), &batch);
+        Steps::Remove { owe, apply, .. } => {
             if let Some(owe) = owe {
                 session.run_prepared(owe.plan(), &batch);
                 // Those that somebody else has inserted meanwhile are not ours yet.
-                session.run_prepared(plans.lock_rows.plan(), &batch);
+                locks::lock_rows(session, plans, &batch);
             }
             counted(session, apply, &batch).unwrap_or_default()
         }
@@ -296,11 +304,11 @@ fn settle_with_tombstones(session: &Session, plans: &Plans, after: &After, batch
     if is_without_pages(plans.tombstones) {
         return;
     }
-    if keeps_snapshot() {
+    if locks::keeps_snapshot() {
         let ours: String = session.run_prepared(after.tombstones.plan(), batch).must(0, 1);
         let latest: String = session.run_prepared_latest(after.tombstones.plan(), batch).must(0, 1);
         if ours != latest {
-            serialization_failure(plans);
+            locks::serialization_failure(plans);
         }
     }
     if !session.run_prepared(after.hit.plan(), batch).must::<bool>(0, 1) {
@@ -327,59 +335,4 @@ fn is_without_pages(table: Option<pg_sys::Oid>) -> bool {
         pg_sys::relation_close(rel, pg_sys::NoLock as i32);
         pages == 0
     }
-}
-
-/// Removals of one table that remembers sequences go one after the other, so that none takes away a row another has just looked for. Upserts are not held up.
-pub fn order_removals(plans: &Plans) {
-    // SAFETY: a lock that ends with the transaction; it stands for nothing but this, and conflicts with no lock on the table itself.
-    unsafe { pg_sys::LockDatabaseObject(pg_sys::RelationRelationId, plans.relation.oid, 0, pg_sys::ExclusiveLock as i32) };
-}
-
-/// Keeps other writers out where rows are locked before others are inserted and a key has no row yet: whoever is inserting it cannot be waited for in key order.
-pub fn lock_for_inserts(session: &Session, plans: &Plans, batch: &[spi::Param]) {
-    if session.run_prepared(plans.count_absent.plan(), batch).must::<i64>(0, 1) > 0 {
-        session.execute_once(&plans.lock_table);
-    }
-}
-
-/// Locks the rows in key order, so that the removal's snapshot shows them as they are. Where sequences are remembered, a key without a row needs the table
-/// locked: somebody may be inserting it unseen, and would not see the tombstone either.
-pub fn lock_for_removal(session: &Session, plans: &Plans, absent: Option<&Lazy>, batch: &[spi::Param]) {
-    let Some(absent) = absent else {
-        session.run_prepared(plans.lock_rows.plan(), batch);
-        return;
-    };
-    order_removals(plans);
-    let count_absent = || session.run_prepared(absent.plan(), batch).must::<i64>(0, 1);
-    // The table before the rows: who waits for the table must not hold a row that its holder wants.
-    let locked = count_absent() > 0;
-    if locked {
-        session.execute_once(&plans.lock_table);
-    } else {
-        // SAFETY: as above; the lock that writing the rows will want.
-        unsafe { pg_sys::LockRelationOid(plans.relation.oid, pg_sys::RowExclusiveLock as i32) };
-    }
-    session.run_prepared(plans.lock_rows.plan(), batch);
-    // Only who deletes past us can have taken a row away.
-    if !locked && count_absent() > 0 {
-        session.execute_once(&plans.lock_table);
-    }
-    if keeps_snapshot() && count_absent() != session.run_prepared_latest(absent.plan(), batch).must::<i64>(0, 1) {
-        serialization_failure(plans);
-    }
-}
-
-/// Whether the transaction's statements all see one snapshot (REPEATABLE READ, SERIALIZABLE) and so cannot look again.
-fn keeps_snapshot() -> bool {
-    // SAFETY: a plain int of this backend.
-    unsafe { pg_sys::XactIsoLevel >= pg_sys::XACT_REPEATABLE_READ as i32 }
-}
-
-fn serialization_failure(plans: &Plans) -> ! {
-    Fault::new(
-        PgSqlErrorCode::ERRCODE_T_R_SERIALIZATION_FAILURE,
-        format!("could not serialize access to {} due to a concurrent merge", plans.relation.qualified),
-    )
-    .hint("Repeat the transaction.")
-    .raise()
 }

@@ -7,6 +7,7 @@ pub mod deferred;
 mod dropped;
 mod feed;
 mod history;
+mod locks;
 pub mod merge;
 pub mod plans;
 pub mod rights;

@@ -49,7 +49,7 @@ pub enum Steps {
     /// Rows are written.
     Upsert { single: Lazy, late: Option<Lazy>, unique: Lazy, folded: Option<Lazy>, after: Option<Box<After>> },
     /// Rows are removed.
-    Remove { absent: Option<Lazy>, owe: Option<Lazy>, apply: Lazy, folds: bool },
+    Remove { owe: Option<Lazy>, apply: Lazy, folds: bool },
 }
 
 /// What follows an upsert that inserted rows.
@@ -86,12 +86,7 @@ impl Steps {
                     })
                 }),
             },
-            Merge::Remove(removal) => Steps::Remove {
-                absent: removal.absent.map(Lazy::new),
-                owe: removal.owe.map(Lazy::new),
-                apply: Lazy::new(removal.apply),
-                folds: removal.folds,
-            },
+            Merge::Remove(removal) => Steps::Remove { owe: removal.owe.map(Lazy::new), apply: Lazy::new(removal.apply), folds: removal.folds },
         }
     }
 }
@@ -118,7 +113,7 @@ pub struct Plans {
     pub tombstones: Option<pg_sys::Oid>,
     /// Counts the distinct keys.
     pub count_keys: Lazy,
-    /// Counts the rows whose key has no row.
+    /// Counts the keys that have no row.
     pub count_absent: Lazy,
     /// Cuts a batch of several kinds into rounds.
     pub runs: Lazy,
@@ -146,6 +141,11 @@ impl Plans {
             Kind::Delete => &self.delete,
             Kind::Retract => &self.retract,
         }
+    }
+
+    /// Whether the table or its declaration has changed since.
+    pub fn stale(&self) -> bool {
+        self.stale.get()
     }
 
     fn compile(session: &Session, oid: pg_sys::Oid) -> Self {
@@ -192,7 +192,7 @@ thread_local! {
 
 /// The table's plans as far as they are compiled and not stale.
 pub fn kept(oid: pg_sys::Oid) -> Option<Rc<Plans>> {
-    KEPT.with(|kept| kept.borrow().get(&oid).cloned()).filter(|plans| !plans.stale.get())
+    KEPT.with(|kept| kept.borrow().get(&oid).cloned()).filter(|plans| !plans.stale())
 }
 
 /// The table's plans, compiled if there are none or they are stale.

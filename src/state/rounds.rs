@@ -1,7 +1,7 @@
 //! Batches that one statement cannot take: rows of several kinds, or keys that come again where the order of their rows matters more than a fold can keep. They go
 //! in rounds, each a statement over many keys, that do to every key what its rows do one by one.
 
-use super::merge::{Counts, apply, kind_named, lock_for_inserts, lock_for_removal, order_removals};
+use super::merge::{Counts, apply, count_keys, kind_named};
 use super::plans::{Plans, Steps};
 use crate::errors;
 use crate::relation::Relation;
@@ -32,11 +32,30 @@ pub fn kinds_of_rows(session: &Session, relation: &Relation, rows: RawJsonb, nam
 }
 
 /// One round: its number, the kind of its rows, the rows and how many they are.
-struct Round {
-    number: i64,
-    kind: Kind,
-    rows: RawJsonb,
-    length: i32,
+pub struct Round {
+    /// From 1.
+    pub number: i64,
+    /// Of its rows.
+    pub kind: Kind,
+    /// As a batch.
+    pub rows: RawJsonb,
+    /// Of the batch.
+    pub length: i32,
+}
+
+/// Cuts a batch of `length` rows into rounds; `kinds` names the kind of each row, or the one of all. Keys do not touch each other, so within a round the rows may
+/// go in any order.
+pub fn cut(session: &Session, plans: &Plans, rows: RawJsonb, kinds: &[Kind], length: i32) -> Vec<Round> {
+    let [first, others @ ..] = kinds else { return Vec::new() };
+    if others.iter().any(|kind| kind != first) {
+        return runs(session, plans, rows, kinds);
+    }
+    match plans.steps(*first) {
+        Steps::Remove { folds: false, .. } if count_keys(session, plans, &[arg(rows)], length) < i64::from(length) => {
+            occurrences(session, plans, *first, rows)
+        }
+        _ => vec![Round { number: 1, kind: *first, rows, length }],
+    }
 }
 
 fn rounds(cut: &Rows, kind: impl Fn(usize) -> Kind) -> Vec<Round> {
@@ -44,49 +63,24 @@ fn rounds(cut: &Rows, kind: impl Fn(usize) -> Kind) -> Vec<Round> {
     (0..cut.len()).map(round).collect()
 }
 
-/// A batch of several kinds: round i holds the i-th run of rows of one kind of each key. Keys do not touch each other, so within a round the kinds may go in any
-/// order.
-pub fn runs(session: &Session, plans: &Plans, rows: RawJsonb, kinds: &[Kind]) -> Counts {
+/// A batch of several kinds: round i holds the i-th run of rows of one kind of each key.
+fn runs(session: &Session, plans: &Plans, rows: RawJsonb, kinds: &[Kind]) -> Vec<Round> {
     let words: Vec<&str> = kinds.iter().map(|kind| kind.word()).collect();
     let cut = session.run_prepared(plans.runs.plan(), &[arg(rows), arg(words)]);
-    go(session, plans, rows, &rounds(&cut, |n| kind_named(cut.get::<String>(n, 2).as_deref())))
+    rounds(&cut, |n| kind_named(cut.get::<String>(n, 2).as_deref()))
 }
 
-/// A batch of one kind in which keys come again: round i holds the i-th row of each key.
-pub fn occurrences(session: &Session, plans: &Plans, kind: Kind, rows: RawJsonb) -> Counts {
+/// A batch of one kind in which keys come again: round i holds the i-th row of each key, so the first has every key and takes them in order.
+pub fn occurrences(session: &Session, plans: &Plans, kind: Kind, rows: RawJsonb) -> Vec<Round> {
     let cut = session.run_prepared(plans.occurrences.plan(), &[arg(rows)]);
-    go(session, plans, rows, &rounds(&cut, |_| kind))
+    rounds(&cut, |_| kind)
 }
 
-/// Runs the rounds. The first round of a batch of one kind has every key and takes them in order; otherwise what all rounds will need is locked beforehand in
-/// that order, since a round that comes later could not go back.
-fn go(session: &Session, plans: &Plans, rows: RawJsonb, rounds: &[Round]) -> Counts {
-    if rounds.iter().any(|round| round.kind != Kind::Upsert) {
-        lock_for_all(session, plans, rows, rounds);
-    }
+/// Does one round after the other.
+pub fn go(session: &Session, plans: &Plans, rounds: &[Round]) -> Counts {
     let mut counts = Counts::default();
     for round in rounds {
         counts += apply(session, plans, round.kind, round.rows, round.length);
     }
     counts
-}
-
-fn lock_for_all(session: &Session, plans: &Plans, rows: RawJsonb, rounds: &[Round]) {
-    let batch = [arg(rows)];
-    let absent = rounds.iter().find_map(|round| match plans.steps(round.kind) {
-        Steps::Remove { absent, .. } => absent.as_ref(),
-        _ => None,
-    });
-    if absent.is_some() {
-        order_removals(plans);
-    }
-    // A key that one round deletes is absent in the next, when it is too late to wait for the table.
-    let deletes_again = absent.is_some() && rounds.iter().any(|round| round.number > 1);
-    let inserts = |round: &Round| matches!(plans.steps(round.kind), Steps::Upsert { .. } | Steps::Remove { owe: Some(_), .. });
-    if deletes_again {
-        session.execute_once(&plans.lock_table);
-    } else if rounds.iter().any(inserts) {
-        lock_for_inserts(session, plans, &batch);
-    }
-    lock_for_removal(session, plans, absent, &batch);
 }

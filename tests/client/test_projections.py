@@ -254,6 +254,29 @@ def test_recorders_of_hot_keys_leave_what_the_record_says(conn, connect, freshne
     assert done.events == value(conn, "SELECT count(*) FROM stint.record_events") > 150
 
 
+def test_recorders_that_write_and_delete_never_wait_in_a_ring(conn, connect):
+    """A table that remembers deleted keys; batches that take several writes, and are halved for events that do not fit."""
+    conn.execute("CREATE TABLE goods (sku text PRIMARY KEY, qty numeric, seq bigint)")
+    conn.execute("SELECT stint.create_state('goods', 'deduplicate', sequence => ARRAY['seq'])")
+    project(conn, columns={"sku": "payload.sku", "qty": "payload.qty", "seq": "seq"})
+    project(conn, "gone", ["gone"], {"sku": "payload.sku", "seq": "seq"}, kind="delete")
+    conns = [connect() for _ in range(6)]
+
+    def work(n):
+        rng = random.Random(n)
+        conns[n].execute("SET stint.max_batch = 8")
+        for i in range(50):
+            # Keys of its own, or none would be there at the same time; and some that all write.
+            skus = [f"{n}/{rng.randrange(6)}" for _ in range(5)] + [str(k) for k in rng.sample(range(8), 3)]
+            events = [{"source": "s", "type": rng.choice(["stock", "gone"]), "payload": {"sku": sku, "qty": "x" if rng.random() < 0.05 else i}} for sku in skus]
+            call(conns[n], "record_many", events=json.dumps(events))
+
+    parallel(6, work)
+    done = verified(conn)
+    assert done.events + done.set_aside == value(conn, "SELECT count(*) FROM stint.record_events") == 6 * 50 * 8
+    assert done.set_aside > 20
+
+
 CAUSE = "SELECT after ->> 'sku' AS sku, kind, cause FROM stint.changes('goods', %s) WHERE kind IN ('+I', '+U') ORDER BY pos"
 PARTED = """
     CREATE TABLE goods (sku text PRIMARY KEY, qty numeric, note text, seq bigint, at timestamptz) PARTITION BY HASH (sku);

@@ -171,3 +171,89 @@ def test_a_fixed_snapshot_that_cannot_see_the_tombstone_or_the_row_fails(connect
     assert merge(two, "goods", [{"id": 3, "at": 7}, {"id": 1, "at": 9}]) == (1, 0, 0, 0, 1)
     two.execute("COMMIT")
     assert rows_of(one, "goods") == [[1, 9], [2, 6]]
+
+
+def mixed(rng, batch):
+    """The rows of a batch of several kinds, each with its kind, as often as not shuffled."""
+    if rng.random() < 0.5:
+        rng.shuffle(batch)
+    return [{**row, "op": op} for op, row in batch]
+
+
+def test_batches_of_several_kinds_at_once_end_as_the_newest_of_each_key(connect):
+    conn = connect()
+    conn.execute("CREATE TABLE hot (id int PRIMARY KEY, at int)")
+    conn.execute("SELECT stint.create_state('hot', 'deduplicate', sequence => ARRAY['at'], rowkind => 'op')")
+    rng = random.Random(6)
+    events = [(rng.randrange(10), at, rng.random() < 0.4) for at in range(1, 1200)]
+    newest = {key: (at, gone) for key, at, gone in events}
+
+    def write(seed, part, connection):
+        rng = random.Random(seed)
+        while part:
+            batch, part = part[:4], part[4:]
+            if rng.random() < 0.3:
+                for key, at, gone in batch:
+                    merge(connection, "hot", [{"id": key, "at": at}], "delete" if gone else "upsert")
+            else:
+                rows = mixed(rng, [("-D" if gone else "+I", {"id": key, "at": at}) for key, at, gone in batch])
+                merge(connection, "hot", rows, rng.choice(["upsert", "delete"]))
+
+    parts = [[] for _ in range(6)]
+    for event in events:
+        rng.choice(parts).append(event)
+    for join in [in_thread(write, seed, part, connect()) for seed, part in enumerate(parts)]:
+        join()
+    assert dict(conn.execute("SELECT id, at FROM hot").fetchall()) == {key: at for key, (at, gone) in newest.items() if not gone}
+
+
+def test_batches_of_several_kinds_at_once_are_seen_one_after_the_other(connect):
+    """Every batch writes all keys, or deletes all, so whoever looks finds all of one batch or none; without a sequence nothing else puts them in order."""
+    conn = connect()
+    conn.execute("CREATE TABLE hot (id int PRIMARY KEY, stamp text)")
+    conn.execute("SELECT stint.create_state('hot', 'deduplicate', rowkind => 'op')")
+    keys = range(6)
+
+    def look(connection):
+        found = connection.execute("SELECT count(*), count(DISTINCT stamp) FROM hot").fetchone()
+        assert found in ((0, 0), (6, 1)), found
+
+    def write(seed, connection):
+        rng = random.Random(seed)
+        for i in range(60):
+            written = [("+I", {"id": key, "stamp": f"{seed}/{i}"}) for key in keys]
+            what = rng.choice(["replace", "replace", "write", "delete"])
+            if what == "replace":
+                rows = mixed(rng, [("-D", {"id": key}) for key in keys if rng.random() < 0.5]) + mixed(rng, written)
+            elif what == "write":
+                rows = mixed(rng, written)
+            else:
+                rows = mixed(rng, [("-D", {"id": key}) for key in keys])
+            merge(connection, "hot", rows)
+            look(connection)
+
+    for join in [in_thread(write, seed, connect()) for seed in range(6)]:
+        join()
+    look(conn)
+
+
+def test_what_is_added_and_taken_back_at_once_adds_up(connect):
+    """Retractions make the rows that they come before: nothing is lost whoever is first."""
+    conn = connect()
+    conn.execute("CREATE TABLE hot (id int PRIMARY KEY, n int)")
+    conn.execute("""SELECT stint.create_state('hot', 'aggregation', fields => '{"n": "sum"}', deletes => 'retract', rowkind => 'op')""")
+    total, lock = {}, threading.Lock()
+
+    def write(seed, connection):
+        rng = random.Random(seed)
+        for i in range(50):
+            first = i // 5 * 4
+            batch = [(rng.choice(["+U", "-U"]), {"id": first + rng.randrange(8), "n": rng.randrange(1, 100)}) for _ in range(rng.choice([1, 2, 5]))]
+            with lock:
+                for op, row in batch:
+                    total[row["id"]] = total.get(row["id"], 0) + (row["n"] if op == "+U" else -row["n"])
+            merge(connection, "hot", mixed(rng, batch))
+
+    for join in [in_thread(write, seed, connect()) for seed in range(6)]:
+        join()
+    assert dict(conn.execute("SELECT id, n FROM hot").fetchall()) == total

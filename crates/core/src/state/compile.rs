@@ -90,11 +90,9 @@ pub struct Revival {
     pub forget: String,
 }
 
-/// The statements of a delete or retraction, in order; between the two go [`lock_table`], where a key is absent, and [`lock_rows`].
+/// The statements of a delete or retraction, in order; before them go [`lock_table`], where a key is absent and that matters, and [`lock_rows`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Removal {
-    /// Returns how many rows of the batch have a key without a row; if any, the table is locked first. Only where sequences are remembered.
-    pub absent: Option<String>,
     /// Makes rows for the keys without one, for what is subtracted from them before it has arrived; runs when the rows are locked.
     pub owe: Option<String>,
     /// The removal itself.
@@ -132,11 +130,12 @@ fn cut(table: &Table, kind: &str, starts: &str, told: &str) -> String {
     )
 }
 
-/// Returns how many rows of the batch have a key without a row.
+/// Returns how many keys of the batch have no row.
 pub fn count_absent(table: &Table) -> String {
+    let keys = list(&table.key, |c| format!("c{c}"));
     let same = parts::same_key(table, |_, c| format!("t.{}", table.columns[c].quoted), |_, c| format!("r.c{c}"));
     format!(
-        "WITH {rows}\nSELECT count(*) FROM r WHERE NOT EXISTS (SELECT FROM {target} t WHERE {same})",
+        "WITH {rows}\nSELECT count(*) FROM (SELECT DISTINCT {keys} FROM r) r WHERE NOT EXISTS (SELECT FROM {target} t WHERE {same})",
         rows = rows(table, &table.key),
         target = table.qualified,
     )

@@ -1,17 +1,12 @@
 //! Rows are deleted or withdrawn.
 
-use super::{Compiler, Kind, Removal, count_absent, list};
+use super::{Compiler, Kind, Removal, list};
 use crate::state::fields::Function;
 use std::fmt::Write;
 
 impl Compiler<'_> {
     fn removal(&self, kind: Kind, apply: String) -> Removal {
-        Removal {
-            absent: self.table.tombstones.as_ref().map(|_| count_absent(self.table)),
-            owe: self.declaration.owes().then(|| self.owe(kind)),
-            apply,
-            folds: self.folds(kind),
-        }
+        Removal { owe: self.declaration.owes().then(|| self.owe(kind)), apply, folds: self.folds(kind) }
     }
 
     /// Rows for the keys that have none, neutral in every column that subtracts something: the removal then finds them.

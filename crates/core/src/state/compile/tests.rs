@@ -41,7 +41,7 @@ fn statements(merge: &Merge) -> Vec<&str> {
         }
         Merge::Remove(removal) => {
             let mut all = vec![removal.apply.as_str()];
-            all.extend(removal.absent.as_deref().into_iter().chain(removal.owe.as_deref()));
+            all.extend(removal.owe.as_deref());
             all
         }
     }
