@@ -257,3 +257,25 @@ def test_what_is_added_and_taken_back_at_once_adds_up(connect):
     for join in [in_thread(write, seed, connect()) for seed in range(6)]:
         join()
     assert dict(conn.execute("SELECT id, n FROM hot").fetchall()) == total
+
+
+def test_a_merge_that_waited_for_another_feed_of_the_table_is_refused(connect):
+    one, two = connect(), connect()
+    one.execute("CREATE TABLE goods (id int PRIMARY KEY, at int)")
+    one.execute("SELECT stint.create_state('goods', 'deduplicate', sequence => ARRAY['at'])")
+    for kind in "upsert", "delete":
+        assert merge(two, "goods", [{"id": 1, "at": 1}])[0] == 1
+        one.execute("BEGIN")
+        one.execute("""SELECT stint.create_projection('p', 'goods', '{stock}', '{"id": "payload.id", "at": "seq"}', replace_rows => true)""")
+        waiting = in_thread(merge, two, "goods", [{"id": 1, "at": 2}], kind)
+        wait_until_blocked(one, two)
+        one.execute("COMMIT")
+        try:
+            waiting()
+        except Exception as error:  # noqa: BLE001
+            assert error.sqlstate == "55000" and "projected" in str(error), error
+        else:
+            raise AssertionError("not refused")
+        assert rows_of(one, "goods") == []
+        one.execute("SELECT stint.drop_projection('p')")
+        one.execute("TRUNCATE goods, goods_tombstones")
