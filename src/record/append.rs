@@ -183,7 +183,7 @@ fn instant(text: &str) -> Instant {
 }
 
 /// The order of the keys that the events touch, before they are numbered.
-fn take_order(session: &Session, targets: &[config::Target], documents: RawJsonb, count: i64) {
+fn take_order(session: &Session, targets: &[config::Target], types: &[String], documents: RawJsonb, count: i64) {
     for target in targets {
         let projected = match config::fitting(session, target.relation) {
             Ok(Some(projected)) => projected,
@@ -197,7 +197,7 @@ fn take_order(session: &Session, targets: &[config::Target], documents: RawJsonb
             }
         };
         let Some(slots) = &projected.slots else { continue };
-        if projected.unhashable {
+        if projected.unhashable || projected.strays.iter().any(|stray| types.contains(stray)) {
             order::all(target.relation);
             continue;
         }
@@ -249,7 +249,7 @@ fn append(session: &Session, caller: pg_sys::Oid, events: RawJsonb, facts: &[Fac
     let lookups = lookup::of(session, &types, || documents(None), count);
     let targets = config::targets(session, &types);
     if !targets.is_empty() {
-        take_order(session, &targets, documents(Some(lookups)), count);
+        take_order(session, &targets, &types, documents(Some(lookups)), count);
     }
     let mut params = given();
     params.push(arg(lookups));

@@ -85,6 +85,8 @@ pub struct Projected {
     pub causes: Option<Lazy>,
     /// Whether a key has a type that cannot be hashed, so that the whole table is one.
     pub unhashable: bool,
+    /// The types of events that may delete rows which others insert under their own numbers, and so without a slot.
+    pub strays: Vec<String>,
     fingerprint: String,
     plans: Rc<plans::Plans>,
 }
@@ -168,6 +170,12 @@ impl Projected {
             .collect();
         let key = Key { columns: relation.key_columns().zip(&kinds).map(|(c, kind)| (c.name.as_str(), c.quoted.as_str(), kind.as_str())).collect() };
         let slots = compile::slots(&projections, &key).map(|sql| Lazy::new(sql, SLOTS));
+        let stray = |p: &&Projection| kind_of(p.kind) != Kind::Upsert && !p.numbers(&key);
+        let strays = if projections.iter().any(|p| p.numbers(&key)) {
+            projections.iter().filter(stray).flat_map(|p| p.types.clone()).collect()
+        } else {
+            Vec::new()
+        };
         let unhashable = relation.key_columns().any(|column| !hashable(column.type_oid));
         let bases: Option<Vec<String>> = relation.key_columns().map(plain).collect();
         let causes = bases.map(|bases| {
@@ -182,6 +190,7 @@ impl Projected {
             batch: Lazy::new(compile::batch(&projections), BATCH),
             slots,
             unhashable,
+            strays,
             types,
             fingerprint,
             relation,

@@ -277,6 +277,22 @@ def test_recorders_that_write_and_delete_never_wait_in_a_ring(conn, connect):
     assert done.set_aside > 20
 
 
+@pytest.mark.parametrize("sequence", ["", ", sequence => ARRAY['at']"])
+def test_an_event_deletes_the_row_that_another_is_still_inserting_under_its_number(conn, connect, sequence):
+    conn.execute("CREATE TABLE goods (id bigint PRIMARY KEY, at bigint)")
+    conn.execute(f"SELECT stint.create_state('goods', 'deduplicate'{sequence})")
+    project(conn, columns={"id": "seq", "at": "seq"})
+    project(conn, "gone", ["gone"], {"id": "payload.of", "at": "seq"}, kind="delete")
+    one, two = connect(), connect()
+    with one.transaction():
+        made = record(one)
+        gone = background(lambda: record(two, "gone", of=made))
+        waiting(conn, two.info.backend_pid, "Lock")
+    assert gone.join() > made
+    assert goods(conn, "id") == []
+    verified(conn)
+
+
 CAUSE = "SELECT after ->> 'sku' AS sku, kind, cause FROM stint.changes('goods', %s) WHERE kind IN ('+I', '+U') ORDER BY pos"
 PARTED = """
     CREATE TABLE goods (sku text PRIMARY KEY, qty numeric, note text, seq bigint, at timestamptz) PARTITION BY HASH (sku);

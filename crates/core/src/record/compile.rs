@@ -17,6 +17,13 @@ pub struct Projection {
     pub kind: i32,
 }
 
+impl Projection {
+    /// Whether a row's key is known only when its event has its number.
+    pub fn numbers(&self, key: &Key<'_>) -> bool {
+        self.columns.iter().any(|(name, source)| key.has(name) && source.numbered())
+    }
+}
+
 fn array(texts: &[String]) -> String {
     format!("ARRAY[{}]::pg_catalog.text[]", texts.iter().map(|text| literal(text)).collect::<Vec<_>>().join(", "))
 }
@@ -77,12 +84,18 @@ pub struct Key<'a> {
     pub columns: Vec<(&'a str, &'a str, &'a str)>,
 }
 
+impl Key<'_> {
+    /// Whether a column of this name is part of it.
+    fn has(&self, name: &str) -> bool {
+        self.columns.iter().any(|(column, ..)| *column == name)
+    }
+}
+
 /// The slots of the keys that the events `$2` to `$3` touch, in ascending order, each once; `$4` is the number of slots less one. Equal keys share a slot,
 /// since PostgreSQL's hash of the key's own types tells it. A projection whose key is the event's own number touches no key that anybody else does.
 pub fn slots(projections: &[Projection], key: &Key<'_>) -> Option<String> {
-    let in_key = |name: &str| key.columns.iter().any(|(column, ..)| *column == name);
-    let shared: Vec<Projection> =
-        projections.iter().filter(|p| !p.columns.iter().any(|(name, source)| in_key(name) && source.numbered())).cloned().collect();
+    let in_key = |name: &str| key.has(name);
+    let shared: Vec<Projection> = projections.iter().filter(|p| !p.numbers(key)).cloned().collect();
     if shared.is_empty() {
         return None;
     }
@@ -107,7 +120,7 @@ pub fn lookup(of: &Projection, key: &Key<'_>, row: &str) -> String {
 
 /// The text of each key that the events `$2` to `$3` touch, as the changelog writes keys, with the number of the last of them that does.
 pub fn causes(projections: &[Projection], key: &Key<'_>) -> String {
-    let in_key = |name: &str| key.columns.iter().any(|(column, ..)| *column == name);
+    let in_key = |name: &str| key.has(name);
     let definition = key.columns.iter().map(|(_, quoted, kind)| format!("{quoted} {kind}")).collect::<Vec<_>>().join(", ");
     let row = key.columns.iter().map(|(_, quoted, _)| format!("k.{quoted}")).collect::<Vec<_>>().join(", ");
     format!(
