@@ -720,7 +720,7 @@ CREATE FUNCTION stint.enqueue(
     labels jsonb DEFAULT NULL,
     max_run_time interval DEFAULT NULL
 ) RETURNS uuid
-LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+LANGUAGE c VOLATILE PARALLEL UNSAFE
 AS 'MODULE_PATHNAME', 'enqueue_wrapper';
 REVOKE ALL ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], text, uuid[], text, int, interval, jsonb, interval) FROM PUBLIC;
 COMMENT ON FUNCTION stint.enqueue(text, jsonb, int, timestamptz, interval, text, text, bigint, text[], text, uuid[], text, int, interval, jsonb, interval) IS
@@ -755,7 +755,7 @@ CREATE FUNCTION stint.claim(
     wait interval DEFAULT NULL,
     agents text[] DEFAULT NULL
 ) RETURNS TABLE (queue text, id uuid, attempt int, lease uuid, payload jsonb, priority int, agent text, tokens bigint, labels jsonb, enqueued_at timestamptz, expires_at timestamptz, expires_in_ms bigint)
-LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+LANGUAGE c VOLATILE PARALLEL UNSAFE
 AS 'MODULE_PATHNAME', 'claim_wrapper';
 REVOKE ALL ON FUNCTION stint.claim(text, text, int, interval, interval, text[]) FROM PUBLIC;
 COMMENT ON FUNCTION stint.claim(text, text, int, interval, interval, text[]) IS
@@ -803,7 +803,7 @@ CREATE FUNCTION stint.complete(
     confidence real DEFAULT NULL,
     meta jsonb DEFAULT NULL
 ) RETURNS TABLE (outcome text, result jsonb, first boolean, status text)
-LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+LANGUAGE c VOLATILE PARALLEL UNSAFE
 AS 'MODULE_PATHNAME', 'complete_wrapper';
 REVOKE ALL ON FUNCTION stint.complete(text, uuid, uuid, jsonb, text, text, text, bigint, bigint, bigint, numeric, numeric, real, jsonb) FROM PUBLIC;
 COMMENT ON FUNCTION stint.complete(text, uuid, uuid, jsonb, text, text, text, bigint, bigint, bigint, numeric, numeric, real, jsonb) IS
@@ -1390,7 +1390,7 @@ CREATE FUNCTION stint.finish_and_claim(
     confidence real DEFAULT NULL,
     meta jsonb DEFAULT NULL
 ) RETURNS TABLE (kind text, id uuid, outcome text, result jsonb, first boolean, status text, attempt int, lease uuid, payload jsonb, priority int, agent text, tokens bigint, labels jsonb, enqueued_at timestamptz, expires_at timestamptz, expires_in_ms bigint)
-LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
+LANGUAGE c VOLATILE PARALLEL UNSAFE
 AS 'MODULE_PATHNAME', 'finish_and_claim_wrapper';
 REVOKE ALL ON FUNCTION stint.finish_and_claim FROM PUBLIC;
 COMMENT ON FUNCTION stint.finish_and_claim IS
