@@ -18,6 +18,7 @@ mod queue;
 mod record;
 mod relation;
 mod savepoint;
+mod settings;
 mod shmem;
 mod snapshot;
 mod spi;

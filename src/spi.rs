@@ -2,6 +2,7 @@
 //! `plan_cache_mode` says, run read-write with a fresh snapshot each, and taking no transaction id until something is written.
 
 use crate::errors;
+use crate::settings::Settings;
 use pgrx::prelude::*;
 use std::cell::{Cell, OnceCell};
 use std::ffi::{CStr, CString};
@@ -61,7 +62,7 @@ impl Drop for Prepared {
 
 fn prepare(sql: &CStr, types: &[pg_sys::Oid]) -> pg_sys::SPIPlanPtr {
     let mut types = types.to_vec();
-    let _path = PinnedPath::set();
+    let _path = pin_search_path();
     // SAFETY: `types` outlives the call; the text is a C string; errors are raised by PostgreSQL.
     unsafe {
         let plan = pg_sys::SPI_prepare_cursor(sql.as_ptr(), types.len() as i32, types.as_mut_ptr(), pg_sys::CURSOR_OPT_GENERIC_PLAN as i32);
@@ -76,52 +77,20 @@ fn prepare(sql: &CStr, types: &[pg_sys::Oid]) -> pg_sys::SPIPlanPtr {
 /// Where names in statements are looked for: an operator that the caller's search_path finds first would run with our rights.
 const SEARCH_PATH: &CStr = c"pg_catalog, pg_temp";
 
-/// While it lives, names are looked for in [`SEARCH_PATH`]. It is a level of settings, so it begins and ends within one subtransaction and within other levels.
-struct PinnedPath {
-    /// None where they were looked for there anyway.
-    level: Option<i32>,
-}
-
-impl PinnedPath {
-    fn set() -> Self {
-        // SAFETY: PostgreSQL's own way to set something for a while, as functions with SET clauses do it; an abort puts it back, too.
-        unsafe {
-            let set = pg_sys::namespace_search_path;
-            if !set.is_null() && CStr::from_ptr(set) == SEARCH_PATH {
-                return PinnedPath { level: None };
-            }
-            let level = pg_sys::NewGUCNestLevel();
-            pg_sys::set_config_option(
-                c"search_path".as_ptr(),
-                SEARCH_PATH.as_ptr(),
-                pg_sys::GucContext::PGC_USERSET,
-                pg_sys::GucSource::PGC_S_SESSION,
-                pg_sys::GucAction::GUC_ACTION_SAVE,
-                true,
-                0,
-                false,
-            );
-            PinnedPath { level: Some(level) }
-        }
-    }
-}
-
-impl Drop for PinnedPath {
-    fn drop(&mut self) {
-        // After an error the abort of the (sub)transaction ends the level.
-        if let Some(level) = self.level
-            && !std::thread::panicking()
-        {
-            // SAFETY: ends the level that `set` began.
-            unsafe { pg_sys::AtEOXact_GUC(true, level) };
-        }
-    }
+/// While what it returns lives, names are looked for in [`SEARCH_PATH`]; none where they are anyway.
+fn pin_search_path() -> Option<Settings> {
+    // SAFETY: a variable of this backend, null or a C string.
+    let pinned = unsafe {
+        let set = pg_sys::namespace_search_path;
+        !set.is_null() && CStr::from_ptr(set) == SEARCH_PATH
+    };
+    (!pinned).then(|| Settings::set(&[(c"search_path", SEARCH_PATH)]))
 }
 
 /// An open SPI connection; closed when dropped, also by an error's unwinding.
 pub struct Session {
     /// There once a statement was run.
-    path: OnceCell<PinnedPath>,
+    path: OnceCell<Option<Settings>>,
 }
 
 /// Runs `work` inside an SPI connection.
@@ -260,7 +229,7 @@ impl Session {
     /// Has names in statements looked for in [`SEARCH_PATH`] until this connection ends. Every statement does so first; a verb that runs none does not pay for it.
     /// Call it before a subtransaction or other settings within the connection, whose end would end a level of settings that began in it.
     pub fn pin(&self) {
-        self.path.get_or_init(PinnedPath::set);
+        self.path.get_or_init(pin_search_path);
     }
 
     /// Runs a kept statement to its end.

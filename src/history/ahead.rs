@@ -1,12 +1,12 @@
 //! Makes partitions ahead of their time: for each class that a queue has, the one of now and the next. An enqueue that finds none makes it itself, so this only
 //! spares it the time.
 
-use super::make::{self, Settings};
-use super::{ms, relation};
+use super::{make, ms, relation};
 use crate::changelog::epoch;
 use crate::errors::Fault;
 use crate::guc;
 use crate::savepoint;
+use crate::settings::Settings;
 use crate::shmem::{self, config};
 use crate::spi::{self, Session, Statement, arg};
 use crate::values::{Instant, SECOND};

@@ -9,6 +9,7 @@ use super::make;
 use super::{on_leaf, relation};
 use crate::errors::Fault;
 use crate::guc;
+use crate::settings::Settings;
 use crate::spi::{self, Prepared, Session, arg};
 use crate::values::Instant;
 use pgrx::prelude::*;
@@ -202,7 +203,7 @@ fn take_out(session: &Session, part: &str, leaf: Leaf) {
 /// Puts tables with nothing but the tasks of `keep` in the place of those of the leaf.
 fn exchange(session: &Session, leaf: Leaf, keep: &HashSet<[u8; 16]>, detach: bool) -> Result<(), TooRecent> {
     session.pin();
-    let _settings = make::Settings::set(&[(c"default_tablespace", c"")]);
+    let _settings = Settings::set(&[(c"default_tablespace", c"")]);
     let ids: Vec<pgrx::Uuid> = keep.iter().map(|id| pgrx::Uuid::from_bytes(*id)).collect();
     for table in tables(leaf) {
         let new = format!("{table}_kept");

@@ -2,9 +2,9 @@
 //! waits. Two sessions that need the same leaf line up on that lock on `stint.task_facts`; the later one finds what the earlier one committed, or makes it.
 
 use super::relation;
+use crate::settings::Settings;
 use crate::spi::Session;
 use pgrx::prelude::*;
-use std::ffi::CStr;
 use stint_core::history::{Leaf, PARTS};
 
 /// What each table of a leaf has beside what `LIKE` takes over from its parent: the key, which a table partitioned by an expression cannot have, and other indexes.
@@ -28,41 +28,6 @@ pub fn index(session: &Session, part: &str, table: &str) {
         session.execute_once(&format!("alter table stint.{table} add primary key {}", own.key));
         for index in own.indexes {
             session.execute_once(&format!("create index on stint.{table} {index}"));
-        }
-    }
-}
-
-/// Settings that hold while it lives, whatever the session's are; an abort puts them back, too.
-pub struct Settings(i32);
-
-impl Settings {
-    /// Sets them.
-    pub fn set(values: &[(&CStr, &CStr)]) -> Self {
-        // SAFETY: PostgreSQL's own pair, as functions with SET clauses use it; C strings.
-        unsafe {
-            let level = pg_sys::NewGUCNestLevel();
-            for (name, value) in values {
-                pg_sys::set_config_option(
-                    name.as_ptr(),
-                    value.as_ptr(),
-                    pg_sys::GucContext::PGC_SUSET,
-                    pg_sys::GucSource::PGC_S_SESSION,
-                    pg_sys::GucAction::GUC_ACTION_SAVE,
-                    true,
-                    0,
-                    false,
-                );
-            }
-            Settings(level)
-        }
-    }
-}
-
-impl Drop for Settings {
-    fn drop(&mut self) {
-        if !std::thread::panicking() {
-            // SAFETY: ends the level that `set` began.
-            unsafe { pg_sys::AtEOXact_GUC(true, self.0) };
         }
     }
 }
