@@ -1,7 +1,6 @@
 //! The locks of a merge, in the one order of docs/locks.md: the removals of the table, the table, its rows by key. The table is locked once and as strongly as it
 //! will be needed, before any row is: two that held a weaker lock on it, or rows, while they waited for the stronger one would wait for each other.
 
-use super::merge::count_keys;
 use super::plans::{Plans, Steps};
 use super::rounds::Round;
 use crate::errors::Fault;
@@ -42,8 +41,8 @@ pub fn take(session: &Session, plans: &Plans, rows: RawJsonb, rounds: &[Round], 
         Keys::Shared => table_and_rows(session, plans, &batch, rounds, remembers),
     }
     if remembers && keeps_snapshot() {
-        let latest: i64 = session.run_prepared_latest(plans.count_absent.plan(), &batch).must(0, 1);
-        if count_absent(session, plans, &batch) != latest {
+        let latest: i64 = session.run_prepared_latest(plans.count_absent_and_present.plan(), &batch).must(0, 1);
+        if absent_and_present(session, plans, &batch).0 != latest {
             serialization_failure(plans);
         }
     }
@@ -57,7 +56,7 @@ const ATTEMPTS: usize = 3;
 fn table_and_rows(session: &Session, plans: &Plans, batch: &[spi::Param], rounds: &[Round], remembers: bool) {
     let inserts = |round: &Round| matches!(plans.steps(round.kind), Steps::Upsert { .. } | Steps::Remove { owe: Some(_), .. });
     let inserts = rounds.iter().any(inserts);
-    let absent = || count_absent(session, plans, batch) > 0;
+    let absent = || absent_and_present(session, plans, batch).0 > 0;
     if remembers {
         order_removals(plans);
     }
@@ -76,17 +75,16 @@ fn beside_others(session: &Session, plans: &Plans, batch: &[spi::Param], rounds:
         share_table(plans);
         lock_rows(session, plans, batch)
     };
-    let keys = || count_keys(session, plans, batch, rounds.iter().map(|round| round.length).sum());
     // Where no merge takes a row away meanwhile, those that are there stay; and with one key there is no order.
-    if remembers || plans.owes || keys() == 1 {
+    if remembers || plans.owes || rounds.iter().map(|round| round.length).sum::<i32>() == 1 {
         lock();
-        return !(remembers && count_absent(session, plans, batch) > 0);
+        return !(remembers && absent_and_present(session, plans, batch).0 > 0);
     }
     // Rows may have gone and come while we waited. To lock those that came would be out of order now, so all are let go first.
     let attempt = || {
-        let locked = i64::try_from(lock()).unwrap_or(0);
-        let absent = count_absent(session, plans, batch);
-        (locked + absent == keys() && !(inserts && absent > 0)).then_some(())
+        let locked = lock();
+        let (absent, present) = absent_and_present(session, plans, batch);
+        (usize::try_from(present) == Ok(locked) && !(inserts && absent > 0)).then_some(())
     };
     (0..if inserts { 1 } else { ATTEMPTS }).any(|_| savepoint::attempt(session, attempt).is_some())
 }
@@ -108,8 +106,10 @@ pub fn lock_rows(session: &Session, plans: &Plans, batch: &[spi::Param]) -> usiz
     session.run_prepared(plans.lock_rows.plan(), batch).len()
 }
 
-fn count_absent(session: &Session, plans: &Plans, batch: &[spi::Param]) -> i64 {
-    session.run_prepared(plans.count_absent.plan(), batch).must(0, 1)
+/// How many keys have no row, and how many have one.
+fn absent_and_present(session: &Session, plans: &Plans, batch: &[spi::Param]) -> (i64, i64) {
+    let counted = session.run_prepared(plans.count_absent_and_present.plan(), batch);
+    (counted.must(0, 1), counted.must(0, 2))
 }
 
 /// Whether the transaction's statements all see one snapshot (REPEATABLE READ, SERIALIZABLE) and so cannot look again.

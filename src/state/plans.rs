@@ -113,8 +113,8 @@ pub struct Plans {
     pub tombstones: Option<pg_sys::Oid>,
     /// Counts the distinct keys.
     pub count_keys: Lazy,
-    /// Counts the keys that have no row.
-    pub count_absent: Lazy,
+    /// Counts the keys that have no row and those that have one.
+    pub count_absent_and_present: Lazy,
     /// Cuts a batch of several kinds into rounds.
     pub runs: Lazy,
     /// Cuts a batch into rounds in which no key comes twice.
@@ -169,7 +169,7 @@ impl Plans {
             rowkind: config.rowkind,
             tombstones: session.run(&TOMBSTONES, &[arg(oid)]).get(0, 1),
             count_keys: Lazy::new(compile::count_keys(&table)),
-            count_absent: Lazy::new(compile::count_absent(&table)),
+            count_absent_and_present: Lazy::new(compile::count_absent_and_present(&table)),
             occurrences: Lazy::new(compile::occurrences(&table)),
             runs: Lazy::with_kinds(compile::runs(&table)),
             lock_rows: Lazy::new(compile::lock_rows(&table)),

@@ -130,13 +130,14 @@ fn cut(table: &Table, kind: &str, starts: &str, told: &str) -> String {
     )
 }
 
-/// Returns how many keys of the batch have no row.
-pub fn count_absent(table: &Table) -> String {
+/// Returns how many keys of the batch have no row, and how many have one.
+pub fn count_absent_and_present(table: &Table) -> String {
     let keys = list(&table.key, |c| format!("c{c}"));
     let same = parts::same_key(table, |_, c| format!("t.{}", table.columns[c].quoted), |_, c| format!("r.c{c}"));
     format!(
-        "WITH {rows}\nSELECT count(*) FROM (SELECT DISTINCT {keys} FROM r) r WHERE NOT EXISTS (SELECT FROM {target} t WHERE {same})",
+        "WITH {rows}\nSELECT count(*) - count(t.{one}), count(t.{one}) FROM (SELECT DISTINCT {keys} FROM r) r LEFT JOIN {target} t ON {same}",
         rows = rows(table, &table.key),
+        one = table.columns[table.key[0]].quoted,
         target = table.qualified,
     )
 }

@@ -119,7 +119,7 @@ proptest! {
             }
         }
         prop_assert!(well_formed(&create_tombstones(&table, &declaration, "\"s\".\"x\"")));
-        for sql in [count_keys(&table), count_absent(&table), runs(&table), occurrences(&table), lock_rows(&table)] {
+        for sql in [count_keys(&table), count_absent_and_present(&table), runs(&table), occurrences(&table), lock_rows(&table)] {
             prop_assert!(well_formed(&sql) && in_order(&sql), "{}", sql);
         }
     }
