@@ -141,9 +141,24 @@ impl Drop for Session {
 struct GenericPlans {
     cache_mode: i32,
     jit: bool,
-    seqscan: bool,
-    bitmapscan: bool,
+    scans: [bool; SCANS],
     own: bool,
+}
+
+/// The settings that choose how a statement on our tables is run, and what they are for it: by the indexes, whatever the session has set for its own queries.
+const SCANS: usize = 6;
+
+/// # Safety
+/// Plain variables of this backend; the pointers are for one use at a time.
+unsafe fn scans() -> [(*mut bool, bool); SCANS] {
+    [
+        (&raw mut pg_sys::enable_seqscan, false),
+        (&raw mut pg_sys::enable_bitmapscan, false),
+        (&raw mut pg_sys::enable_indexscan, true),
+        (&raw mut pg_sys::enable_indexonlyscan, true),
+        (&raw mut pg_sys::enable_nestloop, true),
+        (&raw mut pg_sys::enable_sort, true),
+    ]
 }
 
 thread_local! {
@@ -172,15 +187,13 @@ impl GenericPlans {
             let before = GenericPlans {
                 cache_mode: pg_sys::plan_cache_mode,
                 jit: pg_sys::jit_enabled,
-                seqscan: pg_sys::enable_seqscan,
-                bitmapscan: pg_sys::enable_bitmapscan,
+                scans: scans().map(|(setting, _)| *setting),
                 own: OWN.replace(on == On::OurTables),
             };
             pg_sys::plan_cache_mode = pg_sys::PlanCacheMode::PLAN_CACHE_MODE_FORCE_GENERIC_PLAN as i32;
             pg_sys::jit_enabled = false;
             if on == On::OurTables {
-                pg_sys::enable_seqscan = false;
-                pg_sys::enable_bitmapscan = false;
+                scans().into_iter().for_each(|(setting, ours)| *setting = ours);
             }
             before
         }
@@ -193,8 +206,7 @@ impl Drop for GenericPlans {
         unsafe {
             pg_sys::plan_cache_mode = self.cache_mode;
             pg_sys::jit_enabled = self.jit;
-            pg_sys::enable_seqscan = self.seqscan;
-            pg_sys::enable_bitmapscan = self.bitmapscan;
+            scans().into_iter().zip(self.scans).for_each(|((setting, _), before)| *setting = before);
         }
         OWN.set(self.own);
     }
