@@ -34,7 +34,7 @@ static LOOK: LeafStatement = LeafStatement::new(
 );
 
 static LEAVE_READY: Statement = Statement::new(
-    c"delete from stint.place_ready w where w.queue = $1 and w.id = $2 and w.attempt = $3 returning w.lane",
+    c"delete from stint.place_ready w where w.queue = $1 and w.id = $2 and w.attempt = $3 returning w.lane, w.priority, w.seq",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID],
 );
 
@@ -146,7 +146,9 @@ pub fn call(session: &Session, late: &Late, ends: &mut Vec<End<'static>>) -> Opt
         } else {
             let left = session.run(&LEAVE_READY, &key);
             if !left.is_empty() {
-                heads::stir(shmem::Instance::here(), left.must(0, 1));
+                let (instance, lane) = (shmem::Instance::here(), left.must(0, 1));
+                heads::stir(instance, lane);
+                heads::taken(instance, lane, left.must(0, 2), left.must(0, 3));
             } else if session.run(&LEAVE_SCHEDULED, &key).is_empty() {
                 return None;
             }
