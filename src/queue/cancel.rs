@@ -12,7 +12,10 @@ use crate::values::Instant;
 use pgrx::prelude::*;
 
 static FROM_READY: Statement = Statement::new(
-    c"delete from stint.place_ready w where w.queue = $1 and w.id = $2 returning w.attempt, w.lane, w.priority, w.seq",
+    c"delete from stint.place_ready w
+      where w.ctid = any (array(
+            select d.ctid from stint.place_ready d where d.queue = $1 and d.id >= $2 and d.id <= $2 order by d.id limit 1 for update))
+      returning w.attempt, w.lane, w.priority, w.seq",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID],
 );
 

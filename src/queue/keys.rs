@@ -25,7 +25,7 @@ static EXPIRE: Statement = Statement::new(
             select d.queue, d.key
             from stint.task_keys d
             where d.kept_until >= $3 and d.kept_until <= $1
-              and not exists (select from stint.place_ready w where w.queue = d.queue and w.id = d.id)
+              and (select true from stint.place_ready w where w.queue = d.queue and w.id >= d.id and w.id <= d.id order by w.id limit 1) is null
               and not exists (select from stint.place_scheduled s where s.queue = d.queue and s.id = d.id)
               and not exists (select from stint.place_blocked b where b.queue = d.queue and b.id = d.id)
               and not exists (select from stint.place_running r where r.queue = d.queue and r.id = d.id)

@@ -11,7 +11,10 @@ use crate::values::Instant;
 use pgrx::prelude::*;
 
 static FROM_READY: Statement = Statement::new(
-    c"delete from stint.place_ready w where w.queue = $1 and w.id = $2 returning w.lane, w.tokens, w.attempt, w.counted, w.seq, w.priority",
+    c"delete from stint.place_ready w
+      where w.ctid = any (array(
+            select d.ctid from stint.place_ready d where d.queue = $1 and d.id >= $2 and d.id <= $2 order by d.id limit 1 for update))
+      returning w.lane, w.tokens, w.attempt, w.counted, w.seq, w.priority",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID],
 );
 
