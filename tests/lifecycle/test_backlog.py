@@ -132,7 +132,7 @@ class Backlog:
             if on:
                 self.conn.execute(f"CREATE TRIGGER theirs AFTER INSERT OR DELETE ON {table} FOR EACH ROW EXECUTE FUNCTION public.theirs()")
             else:
-                self.conn.execute(f"DROP TRIGGER theirs ON {table}")
+                self.conn.execute(f"DROP TRIGGER IF EXISTS theirs ON {table}")
 
 
 def verbs(session, queue):

@@ -178,38 +178,24 @@ class Held:
 
 def worker_reads(server):
     """Buffers of each of the extension's tables that the maintenance worker reads in a round, while nobody else works."""
+    query = """SELECT s.relname, s.heap_blks_hit + s.heap_blks_read + coalesce(s.idx_blks_hit + s.idx_blks_read, 0)
+               FROM pg_statio_user_tables s WHERE s.schemaname = 'stint'"""
     server.configure(**{"stint.naptime": 20})
+    server.reload()
     with server.connect("app") as conn:
-        query = """SELECT s.relname, s.heap_blks_hit + s.heap_blks_read + coalesce(s.idx_blks_hit + s.idx_blks_read, 0)
-                   FROM pg_statio_user_tables s WHERE s.schemaname = 'stint'"""
-        round = "SELECT last_round FROM stint.maintenance WHERE database = 'app'"
-        server.reload()
-
-        def rounds(count):
-            seen = set()
-            while len(seen) < count:
-                seen.add(value(conn, round))
-                time.sleep(0.001)
 
         def told():
-            # Processes report what they counted once a second at the most.
-            conn.execute("SELECT pg_stat_force_next_flush()")
-            time.sleep(1.2)
-            rounds(2)
-            return dict(conn.execute(query).fetchall()), time.monotonic()
+            """What was counted so far, and the rounds until then; a process tells what it counted once a second at the most."""
+            seen, until = set(), time.monotonic() + 1.2
+            while time.monotonic() < until or len(seen) < 5:
+                seen.add(value(conn, "SELECT last_round FROM stint.maintenance WHERE database = 'app'"))
+                time.sleep(0.002)
+            return dict(conn.execute(query).fetchall()), len(seen)
 
-        rounds(5)
-        before, began = told()
-        counted, until = set(), time.monotonic() + 1.5
-        while time.monotonic() < until:
-            counted.add(value(conn, round))
-            time.sleep(0.002)
-        after, ended = told()
+        (before, _), (after, rounds) = told(), told()
     server.configure(**{"stint.naptime": 60000})
     server.reload()
-    # What was counted in the time watched stands for the rest of it.
-    rounds_between = len(counted) * (ended - began) / 1.5
-    return {table: (after[table] - before.get(table, 0)) / rounds_between for table in after}
+    return {table: (after[table] - before.get(table, 0)) / rounds for table in after}
 
 
 @pytest.fixture(scope="module", params=HOLDERS)
