@@ -295,13 +295,14 @@ CREATE TABLE stint.task_keys (
 CREATE INDEX task_keys_expiry ON stint.task_keys (kept_until);
 COMMENT ON TABLE stint.task_keys IS 'Idempotency keys: at most one task for each queue and key while the key is kept';
 
--- Rows that come by other ways than the verbs, above all from a dump, are unknown to what shared memory holds of the places; verbs pass by.
+-- Rows that come by other ways than the verbs, above all from a dump, are unknown to what shared memory holds of the places; verbs pass by. So are ready rows that
+-- somebody takes away, and that are there again when that is undone.
 CREATE FUNCTION stint.placed() RETURNS trigger
     LANGUAGE c AS 'MODULE_PATHNAME', 'placed_wrapper';
 COMMENT ON FUNCTION stint.placed() IS
 'Trigger of the tables of places: when rows come from a dump or by hand, claims, sweeps and promotions look from the beginning again and budgets are added up anew.';
 REVOKE ALL ON FUNCTION stint.placed() FROM PUBLIC;
-CREATE TRIGGER placed BEFORE INSERT ON stint.place_ready EXECUTE FUNCTION stint.placed();
+CREATE TRIGGER placed BEFORE INSERT OR UPDATE OR DELETE ON stint.place_ready EXECUTE FUNCTION stint.placed();
 CREATE TRIGGER placed BEFORE INSERT ON stint.place_scheduled EXECUTE FUNCTION stint.placed();
 CREATE TRIGGER placed BEFORE INSERT ON stint.place_running EXECUTE FUNCTION stint.placed();
 

@@ -82,6 +82,8 @@ mod raw {
             failure: *mut TM_FailureData,
         ) -> TM_Result::Type;
         pub fn ReleaseBuffer(buffer: Buffer);
+        pub fn LockBuffer(buffer: Buffer, mode: c_int);
+        pub fn TransactionIdIsInProgress(xid: TransactionId) -> bool;
         pub fn GetCurrentCommandId(used: bool) -> CommandId;
         pub fn CommandCounterIncrement();
         pub fn GetTransactionSnapshot() -> Snapshot;
@@ -604,6 +606,26 @@ impl Scan<'_> {
             pg_sys::TM_Result::TM_Ok => Deleted::Here,
             pg_sys::TM_Result::TM_WouldBlock | pg_sys::TM_Result::TM_BeingModified => Deleted::Held,
             _ => Deleted::Changed,
+        }
+    }
+}
+
+impl Scan<'_> {
+    /// Whether a transaction that is still open deletes the row at hand: unless that is undone, the row goes.
+    pub fn leaving(&self) -> bool {
+        let slot = self.slot;
+        // SAFETY: calls of `raw` only, on the row that the slot holds, which is a heap's in a pinned buffer.
+        unsafe {
+            guarded(|| {
+                let slot = slot.cast::<pg_sys::BufferHeapTupleTableSlot>();
+                let row = (*(*slot).base.tuple).t_data;
+                raw::LockBuffer((*slot).buffer, pg_sys::BUFFER_LOCK_SHARE as c_int);
+                let marks = u32::from((*row).t_infomask);
+                let xmax = (*row).t_choice.t_heap.t_xmax;
+                raw::LockBuffer((*slot).buffer, pg_sys::BUFFER_LOCK_UNLOCK as c_int);
+                let only_locked = pg_sys::HEAP_XMAX_INVALID | pg_sys::HEAP_XMAX_IS_MULTI | pg_sys::HEAP_XMAX_LOCK_ONLY;
+                marks & only_locked == 0 && raw::TransactionIdIsInProgress(xmax)
+            })
         }
     }
 }

@@ -119,9 +119,28 @@ impl Drop for Session {
 struct GenericPlans {
     cache_mode: i32,
     jit: bool,
-    seqscan: bool,
-    bitmapscan: bool,
+    scans: [bool; SCANS],
     own: bool,
+}
+
+/// The settings that choose how a statement on our tables is run, and what they are for it: by the indexes, whatever the session has set for its own queries.
+///
+/// Where two indexes of a table begin with the same column and statistics say that the table is empty, as they do whenever it was when it was last analysed, both
+/// cost the same to the planner, and it may take the one that fits less and read all of a queue. Such statements name the one by the order that they ask for,
+/// which only that one gives: `x.id >= $2 and x.id <= $2 order by x.id limit 1` in place of `x.id = $2`, whose order would be none.
+const SCANS: usize = 6;
+
+/// # Safety
+/// Plain variables of this backend; the pointers are for one use at a time.
+unsafe fn scans() -> [(*mut bool, bool); SCANS] {
+    [
+        (&raw mut pg_sys::enable_seqscan, false),
+        (&raw mut pg_sys::enable_bitmapscan, false),
+        (&raw mut pg_sys::enable_indexscan, true),
+        (&raw mut pg_sys::enable_indexonlyscan, true),
+        (&raw mut pg_sys::enable_nestloop, true),
+        (&raw mut pg_sys::enable_sort, false),
+    ]
 }
 
 thread_local! {
@@ -150,15 +169,13 @@ impl GenericPlans {
             let before = GenericPlans {
                 cache_mode: pg_sys::plan_cache_mode,
                 jit: pg_sys::jit_enabled,
-                seqscan: pg_sys::enable_seqscan,
-                bitmapscan: pg_sys::enable_bitmapscan,
+                scans: scans().map(|(setting, _)| *setting),
                 own: OWN.replace(on == On::OurTables),
             };
             pg_sys::plan_cache_mode = pg_sys::PlanCacheMode::PLAN_CACHE_MODE_FORCE_GENERIC_PLAN as i32;
             pg_sys::jit_enabled = false;
             if on == On::OurTables {
-                pg_sys::enable_seqscan = false;
-                pg_sys::enable_bitmapscan = false;
+                scans().into_iter().for_each(|(setting, ours)| *setting = ours);
             }
             before
         }
@@ -171,8 +188,7 @@ impl Drop for GenericPlans {
         unsafe {
             pg_sys::plan_cache_mode = self.cache_mode;
             pg_sys::jit_enabled = self.jit;
-            pg_sys::enable_seqscan = self.seqscan;
-            pg_sys::enable_bitmapscan = self.bitmapscan;
+            scans().into_iter().zip(self.scans).for_each(|((setting, _), before)| *setting = before);
         }
         OWN.set(self.own);
     }

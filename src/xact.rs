@@ -98,6 +98,7 @@ unsafe extern "C-unwind" fn on_xact(event: XactEvent::Type, _arg: *mut c_void) {
             config::PENDING.with(|p| p.drain(config::commit));
             config::LANES.with(|p| p.drain(config::lanes_changed));
             heads::PENDING.with(|p| p.drain(heads::commit));
+            heads::TAKEN.with(|p| p.drain(|_| ()));
             heads::GONE.with(|p| p.drain(heads::remove));
             heads::RESCANS.with(|p| p.drain(heads::rescanned));
             bells::PENDING.with(|p| p.drain(bells::commit));
@@ -109,9 +110,11 @@ unsafe extern "C-unwind" fn on_xact(event: XactEvent::Type, _arg: *mut c_void) {
             fair::PENDING.with(|p| p.drain(fair::abort));
             config::PENDING.with(|p| p.drain(config::abort));
             config::LANES.with(|p| p.drain(|_| ()));
+            heads::look_away();
             heads::PENDING.with(|p| p.drain(|_| ()));
+            heads::TAKEN.with(|p| p.drain(heads::commit));
             heads::GONE.with(|p| p.drain(|_| ()));
-            heads::RESCANS.with(|p| p.drain(|_| ()));
+            heads::RESCANS.with(|p| p.drain(heads::rescanned));
             bells::PENDING.with(|p| p.drain(|_| ()));
             waiters::PENDING.with(|p| p.drain(waiters::abort));
             waiters::pass_on();
@@ -121,6 +124,7 @@ unsafe extern "C-unwind" fn on_xact(event: XactEvent::Type, _arg: *mut c_void) {
         XactEvent::XACT_EVENT_PREPARE => {
             heads::prepared();
             heads::PENDING.with(|p| p.drain(heads::commit));
+            heads::TAKEN.with(|p| p.drain(heads::commit));
             heads::GONE.with(|p| p.drain(heads::remove));
             heads::RESCANS.with(|p| p.drain(heads::rescanned));
             bells::PENDING.with(|p| p.drain(|_| ()));
@@ -156,6 +160,7 @@ unsafe extern "C-unwind" fn on_subxact(event: SubXactEvent::Type, me: pg_sys::Su
             config::PENDING.with(|p| p.reassign(me, parent));
             config::LANES.with(|p| p.reassign(me, parent));
             heads::PENDING.with(|p| p.reassign(me, parent));
+            heads::TAKEN.with(|p| p.reassign(me, parent));
             heads::GONE.with(|p| p.reassign(me, parent));
             heads::RESCANS.with(|p| p.reassign(me, parent));
             bells::PENDING.with(|p| p.reassign(me, parent));
@@ -168,9 +173,11 @@ unsafe extern "C-unwind" fn on_subxact(event: SubXactEvent::Type, me: pg_sys::Su
             fair::PENDING.with(|p| p.drain_sub(me, fair::abort));
             config::PENDING.with(|p| p.drain_sub(me, config::abort));
             config::LANES.with(|p| p.drain_sub(me, |_| ()));
+            heads::look_away();
             heads::PENDING.with(|p| p.drain_sub(me, |_| ()));
+            heads::TAKEN.with(|p| p.drain_sub(me, heads::commit));
             heads::GONE.with(|p| p.drain_sub(me, |_| ()));
-            heads::RESCANS.with(|p| p.drain_sub(me, |_| ()));
+            heads::RESCANS.with(|p| p.drain_sub(me, heads::rescanned));
             bells::PENDING.with(|p| p.drain_sub(me, |_| ()));
             waiters::PENDING.with(|p| p.drain_sub(me, waiters::abort));
             waiters::pass_on();

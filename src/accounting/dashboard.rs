@@ -72,7 +72,7 @@ static PAGE: Statement = Statement::new(
          )
          select jsonb_build_object(
              'since', case when isfinite($4) then $4 end, 'until', case when isfinite($5) then $5 end,
-             'rolled_up_at', (select e.rolled_up_at from stint.rollup_epochs e where e.incarnation = stint.incarnation()),
+             'rolled_up_at', (select e.rolled_up_at from stint.last_rollups e where e.incarnation = stint.incarnation()),
              'tasks', (select coalesce(jsonb_object_agg(c.status, c.tasks), '{}')
                        from (select b.status, sum(b.tasks)::bigint as tasks
                              from (select f.outcome as status, f.tasks from finished f union all select l.status, l.tasks from live l) b

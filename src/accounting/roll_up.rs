@@ -19,8 +19,8 @@ const AT_LATEST: i64 = 5 * SECOND;
 static PENDING: Statement = Statement::new(
     c"select (select count(*) from (select from stint.new_attempts limit 500) a) + (select count(*) from (select from stint.new_outcomes limit 500) o)
              + (select count(*) from (select from stint.new_bills limit 500) u) + (select count(*) from (select from stint.new_retries limit 500) y),
-             (select e.rolled_up_at from stint.rollup_epochs e where e.incarnation = stint.incarnation()),
-             exists (select from stint.rollup_epochs e where e.incarnation <> stint.incarnation() and e.snapshot is not null)",
+             (select e.rolled_up_at from stint.last_rollups e where e.incarnation = stint.incarnation()),
+             exists (select from stint.last_rollups e where e.incarnation <> stint.incarnation() and e.snapshot is not null)",
     &[],
 );
 
@@ -35,12 +35,19 @@ static BEGIN: Statement = Statement::new(
 /// In the order of time, so that what is read together lies together.
 static ADD: Statement = Statement::new(
     c"with may as materialized (
-          select $1 or not exists (select from stint.rollup_epochs e where e.incarnation <> stint.incarnation() and e.snapshot is not null) as add
+          select $1 or not exists (select from stint.last_rollups e where e.incarnation <> stint.incarnation() and e.snapshot is not null) as add
+      ), before as materialized (
+          select e.number from stint.last_rollups e where e.incarnation = stint.incarnation()
       ), reached as (
-          insert into stint.rollup_epochs as e (incarnation, snapshot) select stint.incarnation(), pg_current_snapshot() from may where may.add
-          on conflict (incarnation) do update set snapshot = excluded.snapshot, rolled_up_at = excluded.rolled_up_at
+          insert into stint.rollup_epochs (incarnation, number, snapshot)
+          select stint.incarnation(), coalesce((select b.number from before b), 0) + 1, pg_current_snapshot() from may where may.add
+      ), forgotten as (
+          delete from stint.rollup_epochs e using before b, may where may.add and e.incarnation = stint.incarnation() and e.number = b.number
       ), closed as (
-          update stint.rollup_epochs e set snapshot = null where $1 and e.incarnation <> stint.incarnation() and e.snapshot is not null
+          update stint.rollup_epochs e
+          set snapshot = null
+          from stint.last_rollups c
+          where $1 and c.incarnation <> stint.incarnation() and c.snapshot is not null and e.incarnation = c.incarnation and e.number = c.number
       ), usage as (
           insert into stint.usage_rollups as r
                  (queue, level, since, agent, model, ended, attempts, input_tokens, cached_tokens, output_tokens, model_cost, compute_cost,
@@ -276,8 +283,7 @@ static ADOPT: Statement = Statement::new(
       insert into stint.rollup_epochs (incarnation, snapshot)
       select i.incarnation, '1:1:'::pg_snapshot
       from (select a.incarnation from attempts a union select o.incarnation from outcomes o) i
-      where i.incarnation <> stint.incarnation()
-      on conflict (incarnation) do nothing",
+      where i.incarnation <> stint.incarnation() and not exists (select from stint.last_rollups e where e.incarnation = i.incarnation)",
     &[],
 );
 

@@ -80,7 +80,7 @@ fn trim(session: &Session, leaf: Leaf, cutoff: Instant, max: i64) -> usize {
 
 /// Whether all that accounting reads of a leaf, and of what hangs on its tasks elsewhere, is in its sums: what is removed before that would be missing there.
 fn added_up(session: &Session, leaf: Leaf) -> bool {
-    const NOT: &str = "not exists (select from stint.rollup_epochs e
+    const NOT: &str = "not exists (select from stint.last_rollups e
                                    where e.incarnation = t.incarnation and (e.snapshot is null or pg_visible_in_snapshot(t.xact, e.snapshot)))";
     let (least, next) = leaf.bounds();
     let elsewhere = |table: &str| {

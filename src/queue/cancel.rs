@@ -12,7 +12,10 @@ use crate::values::Instant;
 use pgrx::prelude::*;
 
 static FROM_READY: Statement = Statement::new(
-    c"delete from stint.place_ready w where w.queue = $1 and w.id = $2 returning w.attempt, w.lane",
+    c"delete from stint.place_ready w
+      where w.ctid = any (array(
+            select d.ctid from stint.place_ready d where d.queue = $1 and d.id >= $2 and d.id <= $2 order by d.id limit 1 for update))
+      returning w.attempt, w.lane, w.priority, w.seq",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID],
 );
 
@@ -56,7 +59,9 @@ fn cancel(
             if waited.is_empty() {
                 waited = session.run(&FROM_SCHEDULED, &key);
             } else {
-                heads::stir(shmem::Instance::here(), waited.must(0, 2));
+                let (instance, lane) = (shmem::Instance::here(), waited.must(0, 2));
+                heads::stir(instance, lane);
+                heads::taken(instance, lane, waited.must(0, 3), waited.must(0, 4));
             }
             if waited.is_empty() && !session.run(&BLOCKED, &key).is_empty() {
                 leave::leave_blocked(session, name, &queue, id, &Outcome::waiting("cancelled", reason), now, true)?;

@@ -235,20 +235,34 @@ fn along(table: &Opened, name: &str, lane: i32, head: Head, wanted: usize, mut v
     }
 }
 
+/// The first row of a line from its head on, but for those that open transactions are taking, without the executor. `None` where a statement has to be run.
+pub fn first_to_stay(name: &str, lane: i32, head: Head) -> Option<Option<i64>> {
+    let table = ready::TABLE.open(pg_sys::AccessShareLock)?;
+    let mut first = None;
+    along(&table, name, lane, head, 1, |row| {
+        first = row.get(ready::SEQ).filter(|_| !row.leaving());
+        first.is_some()
+    })?;
+    Some(first)
+}
+
 /// As [`TAKE`], without the executor; `None` where the statement has to be run. Each row is deleted as it is met, without being locked before. Returns with the
-/// rows the seq of the first that a plain read shows, whoever holds it; none where nothing is left.
-fn take_directly(name: &str, (lane, most): (i32, i64), head: Head, max: usize) -> Option<(Vec<Taken>, Option<i64>)> {
+/// rows where the line now begins: at the first row it met that stays, whoever holds it, or else at the last one it took.
+fn take_directly(name: &str, (lane, most): (i32, i64), head: Head, max: usize) -> Option<(Vec<Taken>, i64)> {
     let table = ready::TABLE.open(pg_sys::RowExclusiveLock)?;
-    let (mut all, mut first) = (Vec::new(), None);
+    let (mut all, mut stays) = (Vec::new(), None);
     along(&table, name, lane, head, max, |row| {
-        first = first.or_else(|| row.get(ready::SEQ));
         // One that another session changed meanwhile is passed over like one that it holds.
         if row.get::<i64>(ready::TOKENS).unwrap_or(0) <= most && row.delete(false) == Deleted::Here {
             all.push(taken_row(row));
+        } else if stays.is_none() && !row.leaving() {
+            stays = row.get(ready::SEQ);
         }
         all.len() == max
     })?;
-    Some((all, first))
+    // At the last row it took and not behind it, so that who still sees that one in an old snapshot meets it and is told.
+    let begins = stays.or_else(|| all.last().map(|last: &Taken| last.seq)).unwrap_or(NOTHING);
+    Some((all, begins))
 }
 
 /// Where a claim looks before it takes: a lane, the most tokens that a task of it may predict, and where one of its priorities begins.
@@ -306,13 +320,17 @@ fn take_lane(session: &Session, name: &str, (lane, most): (i32, i64), max: usize
     let start = lines::heads(session, name, lane);
     let (mut taken, mut seen) = (Vec::new(), Vec::new());
     for head in &start.heads {
-        let left = max - taken.len();
+        let before = taken.len();
+        let left = max - before;
         match agents.is_none().then(|| take_directly(name, (lane, most), *head, left)).flatten() {
-            Some((rows, first)) => {
+            Some((rows, begins)) => {
                 taken.extend(rows);
-                seen.push(Head { at: first.unwrap_or(NOTHING), ..*head });
+                seen.push(Head { at: begins, ..*head });
             }
             None => taken.extend(take(session, name, (lane, most), *head, left, agents)),
+        }
+        if let Some(first) = taken[before..].iter().map(|row: &Taken| row.seq).min() {
+            shmem::heads::taken(Instance::here(), lane, head.priority, first);
         }
         if taken.len() == max {
             break;
@@ -641,7 +659,7 @@ fn start(session: &Session, name: &str, queue: &Queue, taken: &[Taken], wish: &W
             let lasts = wish.lease_for.or(facts.lease_for).unwrap_or(queue.lease).min(longest.unwrap_or(i64::MAX));
             let expires = now.plus(lasts);
             let (budgets, reserved) = reservation(queue, ticket.lane, *tokens);
-            shmem::heads::lower(Instance::here(), shmem::heads::RUNNING, 0, expires.0);
+            lines::runs_until(expires);
             let row = [
                 arg(name),
                 arg(ticket.id),

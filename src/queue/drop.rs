@@ -185,6 +185,8 @@ fn drop_queue(queue: Option<&str>, force: Option<bool>) {
             session.run(delete, &[arg(name)]);
         }
         roll_up::drop_queue(session, name);
+        // Should this be undone, the rows are there again.
+        heads::rescan(Instance::here(), false);
         let lanes = session.run(&LANES, &[arg(name)]);
         for at in 0..lanes.len() {
             heads::gone(Instance::here(), lanes.must(at, 1));

@@ -31,7 +31,7 @@ static LOOK: LeafStatement = LeafStatement::new(
               from (select from stint.place_blocked a where a.queue = b.queue and a.group_key = b.group_key and a.group_seq < b.group_seq limit 1000) x),
              f.agent::text
       from {facts} f
-      left join stint.place_ready w on w.queue = f.queue and w.id = f.id
+      left join lateral (select * from stint.place_ready x where x.queue = f.queue and x.id >= f.id and x.id <= f.id order by x.id limit 1) as w on true
       left join stint.place_scheduled s on s.queue = f.queue and s.id = f.id
       left join stint.place_blocked b on b.queue = f.queue and b.id = f.id
       left join stint.place_running r on r.queue = f.queue and r.id = f.id

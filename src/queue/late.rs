@@ -24,7 +24,8 @@ static LOOK: LeafStatement = LeafStatement::new(
              o.result
       from (values ($1, $2)) as t (queue, id)
       left join {facts} f on f.queue = t.queue and f.id = t.id
-      left join stint.place_ready w on w.queue = t.queue and w.id = t.id
+      left join lateral (
+            select x.id, x.attempt from stint.place_ready x where x.queue = t.queue and x.id >= t.id and x.id <= t.id order by x.id limit 1) as w on true
       left join stint.place_scheduled s on s.queue = t.queue and s.id = t.id
       left join stint.place_blocked b on b.queue = t.queue and b.id = t.id
       left join stint.place_running r on r.queue = t.queue and r.id = t.id
@@ -34,7 +35,11 @@ static LOOK: LeafStatement = LeafStatement::new(
 );
 
 static LEAVE_READY: Statement = Statement::new(
-    c"delete from stint.place_ready w where w.queue = $1 and w.id = $2 and w.attempt = $3 returning w.lane",
+    c"delete from stint.place_ready w
+      where w.attempt = $3
+        and w.ctid = any (array(
+            select d.ctid from stint.place_ready d where d.queue = $1 and d.id >= $2 and d.id <= $2 order by d.id limit 1 for update))
+      returning w.lane, w.priority, w.seq",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::INT4OID],
 );
 
@@ -146,7 +151,9 @@ pub fn call(session: &Session, late: &Late, ends: &mut Vec<End<'static>>) -> Opt
         } else {
             let left = session.run(&LEAVE_READY, &key);
             if !left.is_empty() {
-                heads::stir(shmem::Instance::here(), left.must(0, 1));
+                let (instance, lane) = (shmem::Instance::here(), left.must(0, 1));
+                heads::stir(instance, lane);
+                heads::taken(instance, lane, left.must(0, 2), left.must(0, 3));
             } else if session.run(&LEAVE_SCHEDULED, &key).is_empty() {
                 return None;
             }

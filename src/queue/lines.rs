@@ -1,25 +1,27 @@
 //! Where claims, sweeps and promotions begin to look: the heads in shared memory, found anew where they are not known and raised where it pays.
 
-use crate::shmem::heads::{self, Head, NOTHING};
+use super::claim;
+use crate::shmem::heads::{self, Head, Look, NOTHING};
 use crate::shmem::{self, Instance, config};
-use crate::spi::{self, Session, Statement, arg};
+use crate::spi::{self, Row, Session, Statement, arg};
 use crate::values::{Instant, SECOND};
 use pgrx::prelude::*;
 use std::cell::Cell;
 
-/// The priorities that have rows in a lane, each found by one descent of the index.
+/// The priorities that have rows in a lane, each found by one descent of the index, and the first row of each.
 static PRIORITIES: Statement = Statement::new(
     c"with recursive found as (
-            (select r.priority from stint.place_ready r where r.queue = $1 and r.lane = $2 order by r.priority desc limit 1)
+            (select r.priority, r.seq from stint.place_ready r where r.queue = $1 and r.lane = $2 order by r.priority desc, r.seq limit 1)
             union all
-            select (select n.priority
-                    from stint.place_ready n
-                    where n.queue = $1 and n.lane = $2 and n.priority < found.priority
-                    order by n.priority desc
-                    limit 1)
+            select n.priority, n.seq
             from found
-            where found.priority is not null)
-      select found.priority from found where found.priority is not null",
+            cross join lateral (
+                  select m.priority, m.seq
+                  from stint.place_ready m
+                  where m.queue = $1 and m.lane = $2 and m.priority < found.priority
+                  order by m.priority desc, m.seq
+                  limit 1) as n)
+      select found.priority, found.seq from found",
     &[pg_sys::TEXTOID, pg_sys::INT4OID],
 );
 
@@ -42,14 +44,14 @@ pub struct Start {
     /// Each priority that has rows and where it begins, highest first.
     pub heads: Vec<Head>,
     /// To be given back with what the claim sees from there on, where that may raise heads.
-    pub generation: Option<u64>,
+    look: Option<Look>,
 }
 
 impl Start {
     /// Raises heads to the first rows that the claim's plain reads showed.
     pub fn rise(&self, lane: i32, seen: &[Head]) -> bool {
-        let Some(generation) = self.generation.filter(|_| !seen.is_empty()) else { return false };
-        heads::rise(shmem::required(), Instance::here(), lane, generation, seen, false);
+        let Some(look) = self.look.filter(|_| !seen.is_empty()) else { return false };
+        heads::rise(shmem::required(), Instance::here(), lane, look, seen, false);
         true
     }
 }
@@ -58,37 +60,51 @@ impl Start {
 pub fn heads(session: &Session, name: &str, lane: i32) -> Start {
     let shared = shmem::required();
     let instance = Instance::here();
+    let may_rise = heads::may_tell(shared);
     let line = heads::look(shared, instance, lane);
-    let may_rise = heads::may_rise(shared);
     if line.complete {
-        let generation = may_rise.then_some(line.generation);
-        let live: Vec<Head> = line.heads.iter().filter(|head| head.at != NOTHING).copied().collect();
+        let live = live(&line);
         if line.taken < WORTH_RAISING || live.is_empty() || !may_rise {
-            return Start { heads: live, generation };
+            return Start { heads: live, look: may_rise.then_some(line.look) };
         }
-        let found = first_rows(session, name, lane, &live);
-        heads::rise(shared, instance, lane, line.generation, &found, false);
-        return Start { heads: found.into_iter().filter(|head| head.at != NOTHING).collect(), generation };
     }
-    let rows = session.run(&PRIORITIES, &[arg(name), arg(lane)]);
-    // A priority that stands in the entry but has no rows must not stay at a head of its own making: it ends with NOTHING.
-    let mut found: Vec<Head> = (0..rows.len()).map(|at| Head { priority: rows.must(at, 1), at: 0 }).collect();
-    if may_rise {
-        let gone = line.heads.iter().filter(|known| !found.iter().any(|head| head.priority == known.priority));
-        let all: Vec<Head> = found.iter().copied().chain(gone.map(|known| Head { at: NOTHING, ..*known })).collect();
-        heads::rise(shared, instance, lane, line.generation, &all, true);
-    }
-    found.sort_unstable_by_key(|head| std::cmp::Reverse(head.priority));
-    Start { heads: found, generation: may_rise.then_some(line.generation) }
+    let line = heads::look_long(shared, instance, lane, may_rise);
+    let found = if line.complete { raise(session, name, lane, &line) } else { find(session, name, lane, &line, may_rise) };
+    let mut heads: Vec<Head> = found.into_iter().filter(|head| head.at != NOTHING).collect();
+    heads.sort_unstable_by_key(|head| std::cmp::Reverse(head.priority));
+    Start { heads, look: may_rise.then_some(line.look) }
 }
 
-fn first_rows(session: &Session, name: &str, lane: i32, from: &[Head]) -> Vec<Head> {
-    from.iter()
-        .map(|head| {
+fn live(line: &heads::Line) -> Vec<Head> {
+    line.heads.iter().filter(|head| head.at != NOTHING).copied().collect()
+}
+
+/// Looks for every priority there is, from the very beginning.
+fn find(session: &Session, name: &str, lane: i32, line: &heads::Line, may_rise: bool) -> Vec<Head> {
+    let rows = session.run(&PRIORITIES, &[arg(name), arg(lane)]);
+    let mut found: Vec<Head> = rows.iter().map(|row| Head { priority: row.must(0), at: row.must(1) }).collect();
+    if may_rise {
+        // A priority that stands in the entry but has no rows must not stay at a head of its own making: it ends with NOTHING.
+        let gone = line.heads.iter().filter(|known| !found.iter().any(|head| head.priority == known.priority));
+        let gone: Vec<Head> = gone.map(|known| Head { at: NOTHING, ..*known }).collect();
+        found.extend(gone);
+        heads::rise(shmem::required(), Instance::here(), lane, line.look, &found, true);
+    }
+    found
+}
+
+/// Looks for the first row of each priority from its head on, however far that is, and raises the heads to them.
+fn raise(session: &Session, name: &str, lane: i32, line: &heads::Line) -> Vec<Head> {
+    let first = |head: Head| {
+        let at = claim::first_to_stay(name, lane, head).unwrap_or_else(|| {
             let row = session.run(&FIRST, &[arg(name), arg(lane), arg(head.priority), arg(head.at)]);
-            Head { at: if row.is_empty() { NOTHING } else { row.must(0, 1) }, ..*head }
-        })
-        .collect()
+            row.iter().next().map(|row| row.must(0))
+        });
+        Head { at: at.unwrap_or(NOTHING), ..head }
+    };
+    let found: Vec<Head> = live(line).into_iter().map(first).collect();
+    heads::rise(shmem::required(), Instance::here(), lane, line.look, &found, false);
+    found
 }
 
 /// After a claim found nothing in a lane: if nothing is there at all, the next claim need not look.
@@ -96,13 +112,9 @@ pub fn exhausted(session: &Session, name: &str, lane: i32) {
     let shared = shmem::required();
     let instance = Instance::here();
     let line = heads::look(shared, instance, lane);
-    if !line.complete || !heads::may_rise(shared) {
-        return;
-    }
-    let live: Vec<Head> = line.heads.iter().filter(|head| head.at != NOTHING).copied().collect();
-    if !live.is_empty() {
-        let found = first_rows(session, name, lane, &live);
-        heads::rise(shared, instance, lane, line.generation, &found, false);
+    if line.complete && heads::may_tell(shared) && !live(&line).is_empty() {
+        let line = heads::look_long(shared, instance, lane, true);
+        raise(session, name, lane, &line);
     }
 }
 
@@ -110,20 +122,26 @@ pub fn exhausted(session: &Session, name: &str, lane: i32) {
 pub fn first_instant(session: &Session, line: i32, first: &Statement) -> Option<i64> {
     let shared = shmem::required();
     let instance = Instance::here();
-    let known = heads::look(shared, instance, line);
-    let from = known.heads.first().map_or(i64::MIN, |head| head.at);
-    if known.complete && from == NOTHING {
+    let begins = |line: &heads::Line| line.heads.first().filter(|_| line.complete).map_or(i64::MIN, |head| head.at);
+    if begins(&heads::look(shared, instance, line)) == NOTHING {
         return None;
     }
-    let from = if known.complete { from } else { i64::MIN };
     let may_rise = heads::may_rise(shared);
+    let known = heads::look_long(shared, instance, line, may_rise);
+    let from = begins(&known);
     let row = session.run(first, &[arg(Instant(from))]);
     let at = row.get::<Instant>(0, 1).map(|instant| instant.0);
     if may_rise {
         let head = Head { priority: 0, at: at.unwrap_or(NOTHING) };
-        heads::rise(shared, instance, line, known.generation, &[head], true);
+        heads::rise(shared, instance, line, known.look, &[head], true);
     }
     at
+}
+
+/// Notes that this transaction starts an attempt under a lease until then.
+pub fn runs_until(expires: Instant) {
+    heads::lower(Instance::here(), heads::RUNNING, 0, expires.0);
+    heads::lower(Instance::here(), heads::SWEPT, 0, expires.0);
 }
 
 static PREPARED: Statement = Statement::new(c"select count(*) from pg_catalog.pg_prepared_xacts", &[]);

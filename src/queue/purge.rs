@@ -12,14 +12,14 @@ use pgrx::prelude::*;
 static FROM_READY: Statement = Statement::new(
     c"delete from stint.place_ready w
       where w.ctid = any (array(select d.ctid from stint.place_ready d where d.queue = $1 order by d.id limit $2 for update skip locked))
-      returning w.id, w.attempt, w.lane",
+      returning w.id, w.attempt, w.lane, w.priority, w.seq",
     &[pg_sys::TEXTOID, pg_sys::INT8OID],
 );
 
 static FROM_SCHEDULED: Statement = Statement::new(
     c"delete from stint.place_scheduled s
       where s.ctid = any (array(select d.ctid from stint.place_scheduled d where d.queue = $1 order by d.id limit $2 for update skip locked))
-      returning s.id, s.attempt, null::int",
+      returning s.id, s.attempt, null::int, null::int, null::bigint",
     &[pg_sys::TEXTOID, pg_sys::INT8OID],
 );
 
@@ -38,6 +38,7 @@ fn cancel_all(session: &Session, name: &str, rows: &Rows, reason: &str, now: Ins
         store::outcome_of_many(session, name, rows.must(at, 1), now, &outcome);
         if let Some(lane) = rows.get(at, 3) {
             heads::stir(Instance::here(), lane);
+            heads::taken(Instance::here(), lane, rows.must(at, 4), rows.must(at, 5));
         }
     }
     leave::settle(session, rows.len());

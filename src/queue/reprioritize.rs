@@ -4,13 +4,17 @@ use super::config;
 use super::late;
 use super::store::{self, Ticket};
 use crate::history::{self, LeafStatement};
+use crate::input;
+use crate::shmem::{self, Instance, heads};
 use crate::spi::{self, Rows, Statement, arg};
 use crate::values::Instant;
-use crate::{input, shmem};
 use pgrx::prelude::*;
 
 static FROM_READY: Statement = Statement::new(
-    c"delete from stint.place_ready w where w.queue = $1 and w.id = $2 returning w.lane, w.tokens, w.attempt, w.counted, w.seq",
+    c"delete from stint.place_ready w
+      where w.ctid = any (array(
+            select d.ctid from stint.place_ready d where d.queue = $1 and d.id >= $2 and d.id <= $2 order by d.id limit 1 for update))
+      returning w.lane, w.tokens, w.attempt, w.counted, w.seq, w.priority",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID],
 );
 
@@ -60,6 +64,7 @@ fn reprioritize(
             let key = [arg(name), arg(id)];
             let ready = session.run(&FROM_READY, &key);
             if !ready.is_empty() {
+                heads::taken(Instance::here(), ready.must(0, 1), ready.must(0, 6), ready.must(0, 5));
                 // Where it stood in its line: among the tasks of its new priority it keeps its age.
                 store::place_ready(session, name, &ticket(&ready, id, priority), ready.must(0, 5));
                 store::announce(&queue, 0);

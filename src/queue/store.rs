@@ -93,7 +93,7 @@ static ATTEMPT: LeafStatement = LeafStatement::new(
 static OUTCOME: LeafStatement = LeafStatement::new(
     "insert into {outcomes} (queue, id, outcome, attempt, lease, finished_at, error, result)
       values ($1, $2, $3, $4, $5, $6, $7, $8)
-      returning (select true from stint.task_dependencies d where d.queue = $1 and d.on_id = $2 limit 1)",
+      returning (select true from stint.task_dependencies d where d.queue = $1 and d.on_id >= $2 and d.on_id <= $2 order by d.on_id limit 1)",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::UUIDOID, pg_sys::TIMESTAMPTZOID, pg_sys::TEXTOID, pg_sys::JSONBOID],
 );
 

@@ -4,6 +4,10 @@
 //! A round takes lapsed rows in the order of their times, all in one statement. Where one of them cannot be taken back (somebody's trigger raises, a row that a
 //! DBA wrote stands in the way), that round is undone and done again row by row, each in a subtransaction: the bad ones are set aside and told in the log, the
 //! others are rescued, and so are those behind them, however many bad ones there are.
+//!
+//! A heartbeat moves a lease without moving its row in the line, so rows of long attempts stay far behind in it, with all that ended since between them and now:
+//! entries of rows that are gone, and as long as somebody holds an old snapshot more of them with every task. So the maintenance worker knows the rows that it
+//! left in the line one by one, and looks along the line only from where it last looked to, or from where somebody has put a row since.
 
 use super::flow::leave;
 use super::store::{self, Attempt, Outcome, Ticket};
@@ -12,8 +16,9 @@ use super::{config, finish, lines};
 use crate::budget::live::Held;
 use crate::changelog::epoch;
 use crate::savepoint;
-use crate::shmem::{self, heads};
-use crate::spi::{self, Rows, Session, Statement, arg};
+use crate::shmem::heads::{self, Head};
+use crate::shmem::{self, Instance};
+use crate::spi::{self, Row, Rows, Session, Statement, arg};
 use crate::values::{Instant, SECOND};
 use crate::{guc, input};
 use pgrx::prelude::*;
@@ -64,6 +69,25 @@ static FIRST: Statement = Statement::new(
     &[pg_sys::TIMESTAMPTZOID],
 );
 
+/// Rows of the line from $2 to $1, whatever became of their leases.
+static LEFT: Statement = Statement::new(
+    c"select r.queue::text, r.id, coalesce(r.extended_until, r.expires_at)
+      from stint.place_running r
+      where r.expires_at >= $2 and r.expires_at <= $1
+      order by r.expires_at
+      limit $3",
+    &[pg_sys::TIMESTAMPTZOID, pg_sys::TIMESTAMPTZOID, pg_sys::INT8OID],
+);
+
+/// Until when the leases of these tasks are now, where they are running still.
+static NOW_UNTIL: Statement = Statement::new(
+    c"select w.at, r.until
+      from unnest($1, $2) with ordinality as w (queue, id, at)
+      cross join lateral (
+            select coalesce(t.extended_until, t.expires_at) as until from stint.place_running t where t.queue = w.queue and t.id = w.id limit 1) as r",
+    &[pg_sys::TEXTARRAYOID, pg_sys::UUIDARRAYOID],
+);
+
 /// What a round did.
 #[derive(Default)]
 struct Swept {
@@ -81,7 +105,25 @@ const OVERRUN: &str = "the attempt ran longer than its max_run_time";
 /// How long the maintenance worker leaves a row alone that it could not take back, in microseconds.
 const ASIDE_FOR: i64 = 60 * SECOND;
 
+/// An attempt that was left in the line.
+struct Left {
+    queue: String,
+    id: pgrx::Uuid,
+    /// Its lease holds at least until then.
+    until: Instant,
+}
+
+/// What the maintenance worker knows of the line: of what lies before an instant, the rows that are left.
+struct Known {
+    before: i64,
+    left: Vec<Left>,
+}
+
+/// So many rows it knows; where more are left it looks along the whole line.
+const MOST_LEFT: usize = 10_000;
+
 thread_local! {
+    static KNOWN: RefCell<Option<Known>> = const { RefCell::new(None) };
     /// Tasks this backend could not take back, and when it found out.
     static ASIDE: RefCell<Vec<(pgrx::Uuid, Instant)>> = const { RefCell::new(Vec::new()) };
 }
@@ -165,34 +207,39 @@ fn sweep_singly(first: i64, max: usize, now: Instant) -> Swept {
                 report(&bad);
                 return swept;
             }
-            if ASIDE.with_borrow(|aside| aside.iter().any(|(known, _)| known.as_bytes() == id.as_bytes())) {
-                continue;
-            }
-            let taken = savepoint::isolated(|| {
-                let mut one = Swept::default();
-                spi::connect(|session| {
-                    let rows = session.run(&LAPSED_ONE, &[arg(now), arg(name.as_str()), arg(id)]);
-                    (0..rows.len()).for_each(|at| take_back(session, &rows, at, now, &mut one));
-                });
-                one
-            });
-            match taken {
-                Ok(one) => {
-                    swept.lapsed += one.lapsed;
-                    swept.retried += one.retried;
-                    swept.failed += one.failed;
-                    swept.cancelled += one.cancelled;
-                    one.ready.into_iter().for_each(|(name, tasks)| *swept.ready.entry(name).or_default() += tasks);
-                }
-                Err((_, why)) => {
-                    ASIDE.with_borrow_mut(|aside| aside.push((id, now)));
-                    bad.push((name, id, why));
-                }
-            }
+            sweep_one(name, id, now, &mut swept, &mut bad);
         }
         if !more {
             report(&bad);
             return swept;
+        }
+    }
+}
+
+/// Takes back one task, or sets it aside.
+fn sweep_one(name: String, id: pgrx::Uuid, now: Instant, swept: &mut Swept, bad: &mut Vec<(String, pgrx::Uuid, String)>) {
+    if ASIDE.with_borrow(|aside| aside.iter().any(|(known, _)| known.as_bytes() == id.as_bytes())) {
+        return;
+    }
+    let taken = savepoint::isolated(|| {
+        let mut one = Swept::default();
+        spi::connect(|session| {
+            let rows = session.run(&LAPSED_ONE, &[arg(now), arg(name.as_str()), arg(id)]);
+            (0..rows.len()).for_each(|at| take_back(session, &rows, at, now, &mut one));
+        });
+        one
+    });
+    match taken {
+        Ok(one) => {
+            swept.lapsed += one.lapsed;
+            swept.retried += one.retried;
+            swept.failed += one.failed;
+            swept.cancelled += one.cancelled;
+            one.ready.into_iter().for_each(|(name, tasks)| *swept.ready.entry(name).or_default() += tasks);
+        }
+        Err((_, why)) => {
+            ASIDE.with_borrow_mut(|aside| aside.push((id, now)));
+            bad.push((name, id, why));
         }
     }
 }
@@ -213,11 +260,88 @@ fn report(bad: &[(String, pgrx::Uuid, String)]) {
     );
 }
 
-fn sweep_lapsed(max: usize) -> Swept {
+/// The instant of the first running row, where it lies before now.
+fn first_past(now: Instant) -> Option<i64> {
+    spi::connect(|session| lines::first_instant(session, heads::RUNNING, &FIRST)).filter(|first| *first <= now.0)
+}
+
+/// Takes back what lapsed from an instant on.
+fn sweep_from(first: i64, max: usize, now: Instant) -> Swept {
+    savepoint::isolated(|| sweep_batch(first, max, now)).unwrap_or_else(|_| sweep_singly(first, max, now))
+}
+
+/// As [`sweep_from`] the first row, with what is known of the line; the worker is the only one to know something.
+fn sweep_known(first: i64, max: usize, now: Instant) -> Swept {
+    let shared = shmem::required();
+    let may_rise = heads::may_rise(shared);
+    let line = heads::look_long(shared, Instance::here(), heads::SWEPT, may_rise);
+    let head = line.heads.first().filter(|_| line.complete).map(|head| head.at);
+    let known = head.and_then(|_| KNOWN.take()).filter(|known| known.left.len() <= MOST_LEFT);
+    let from = known.as_ref().map_or(first, |known| known.before.min(head.unwrap_or(i64::MIN)).max(first));
+    let mut left = known.map_or_else(Vec::new, |known| known.left);
+    let mut swept = sweep_left(&mut left, max, now);
+    if swept.lapsed == 0 {
+        swept = sweep_from(from, max, now);
+    }
+    // A round that took something back says nothing of the line: it may be undone.
+    if swept.lapsed == 0 && heads::may_rise(shared) {
+        let new = rows_left(from, now);
+        left.retain(|known| !new.iter().any(|row| row.id.as_bytes() == known.id.as_bytes()));
+        left.extend(new);
+        let before = now.0.saturating_add(1);
+        heads::rise(shared, Instance::here(), heads::SWEPT, line.look, &[Head { priority: 0, at: before }], true);
+        KNOWN.set(Some(Known { before, left }));
+    } else {
+        heads::look_away();
+        // What was known holds; where nothing was, `first` is before all of it.
+        KNOWN.set(head.map(|_| Known { before: from, left }));
+    }
+    swept
+}
+
+/// Takes back those of the rows known to be left whose leases have lapsed since, and forgets those that are gone.
+fn sweep_left(left: &mut Vec<Left>, max: usize, now: Instant) -> Swept {
+    let mut swept = Swept::default();
+    let due: Vec<usize> = (0..left.len()).filter(|at| left[*at].until <= now).collect();
+    if due.is_empty() {
+        return swept;
+    }
+    let until: HashMap<usize, Instant> = spi::connect(|session| {
+        let queues: Vec<&str> = due.iter().map(|at| left[*at].queue.as_str()).collect();
+        let ids: Vec<pgrx::Uuid> = due.iter().map(|at| left[*at].id).collect();
+        let rows = session.run(&NOW_UNTIL, &[arg(queues), arg(ids)]);
+        rows.iter().filter_map(|row| Some((*due.get(usize::try_from(row.must::<i64>(0)).ok()?.checked_sub(1)?)?, row.must(1)))).collect()
+    });
+    let mut bad = Vec::new();
+    for at in &due {
+        // One that is gone is forgotten below.
+        let Some(until) = until.get(at) else { continue };
+        left[*at].until = *until;
+        if *until <= now && usize::try_from(swept.lapsed).unwrap_or(0) < max {
+            sweep_one(left[*at].queue.clone(), left[*at].id, now, &mut swept, &mut bad);
+        }
+    }
+    report(&bad);
+    let mut at = 0;
+    left.retain(|row| {
+        at += 1;
+        row.until > now || until.contains_key(&(at - 1))
+    });
+    swept
+}
+
+/// The running rows from an instant until now.
+fn rows_left(from: i64, now: Instant) -> Vec<Left> {
+    spi::connect(|session| {
+        let rows = session.run(&LEFT, &[arg(now), arg(Instant(from)), arg(MOST_LEFT as i64 + 1)]);
+        rows.iter().map(|row| Left { queue: row.must(0), id: row.must(1), until: row.must(2) }).collect()
+    })
+}
+
+fn sweep_lapsed(max: usize, sweep: fn(i64, usize, Instant) -> Swept) -> Swept {
     let now = Instant::now();
-    let first = spi::connect(|session| lines::first_instant(session, heads::RUNNING, &FIRST));
-    let Some(first) = first.filter(|first| *first <= now.0) else { return Swept::default() };
-    let swept = savepoint::isolated(|| sweep_batch(first, max, now)).unwrap_or_else(|_| sweep_singly(first, max, now));
+    let Some(first) = first_past(now) else { return Swept::default() };
+    let swept = sweep(first, max, now);
     spi::connect(|session| {
         for (name, tasks) in &swept.ready {
             if let Some(queue) = config::lookup(session, name) {
@@ -236,7 +360,7 @@ fn sweep(max: Option<i32>) -> TableIterator<'static, (name!(lapsed, i32), name!(
     let _owner = spi::Identity::owner();
     ASIDE.with_borrow_mut(Vec::clear);
     spi::connect(epoch::refuse_in_copy);
-    let swept = sweep_lapsed(max);
+    let swept = sweep_lapsed(max, sweep_from);
     spi::connect(|session| leave::settle(session, max));
     TableIterator::once((swept.lapsed, swept.retried, swept.failed, swept.cancelled))
 }
@@ -245,5 +369,5 @@ fn sweep(max: Option<i32>) -> TableIterator<'static, (name!(lapsed, i32), name!(
 pub fn step() -> bool {
     let now = Instant::now();
     ASIDE.with_borrow_mut(|aside| aside.retain(|(_, since)| since.plus(ASIDE_FOR) > now));
-    sweep_lapsed(usize::try_from(guc::max_batch()).unwrap_or(1)).lapsed > 0
+    sweep_lapsed(usize::try_from(guc::max_batch()).unwrap_or(1), sweep_known).lapsed > 0
 }

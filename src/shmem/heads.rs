@@ -2,17 +2,24 @@
 //!
 //! A queue's index collects entries of rows that are gone, at its front, exactly where the next claim looks; while somebody holds an old snapshot, vacuum can
 //! not remove them, and a claim that walks them all gets slower with every task done. So each line remembers where its live rows begin, and a claim starts
-//! there. A line is one (lane, priority) of `place_ready`, ordered by seq, or one of the two lines of time: `place_running` by expiry, `place_scheduled` by due
-//! time.
+//! there. A line is one (lane, priority) of `place_ready`, ordered by seq, or one of the lines of time: `place_running` by expiry, `place_scheduled` by due
+//! time, `task_keys` by the end of their retention.
 //!
-//! A head may only rise to the first row that a plain read with a fresh snapshot still shows: SKIP LOCKED would hide rows that another session holds and may
-//! give back. And only if nobody lowered the line meanwhile, which the line's generation tells; it is read before that snapshot is taken. Whoever inserts a row
-//! lowers the line to it when the insert commits, after the row is visible. So a late committer neither blocks a head nor is missed: between its commit and
-//! its callback the row is skipped, and found from then on. COMMIT PREPARED runs no callback: PREPARE itself lowers, and no head rises while a prepared
-//! transaction is about. After a restart all is zero and rises again.
+//! A head may only rise to the first row that a plain read with a fresh snapshot still shows: SKIP LOCKED would hide rows that another session locks and will
+//! let go of. And only past what was lowered to meanwhile: either nothing was, which the line's generation tells, read before that snapshot is taken; or the
+//! looker had the line watched, which keeps the least that anybody lowered it to, and rises to that at the most. Without a watch a look that takes long would
+//! never raise a head that others lower all the time, and so always take long. Whoever inserts a row lowers the line to it when the insert commits, after the
+//! row is visible. So a late committer neither blocks a head nor is missed: between its commit and its callback the row is skipped, and found from then on.
+//!
+//! Of a lane, rows that an open transaction has taken are passed, too, whoever took them: a worker that claims, works and completes in one transaction would
+//! hold the head back for as long. Whoever takes a row out of a lane lowers the line to it when that is undone, by the abort of a transaction or a savepoint.
+//!
+//! COMMIT PREPARED runs no callback: PREPARE itself lowers, and no head rises while a prepared transaction is about. After a restart all is zero and rises
+//! again.
 
 use super::{Instance, Lock};
 use crate::guc;
+use crate::values::{Instant, SECOND};
 use crate::xact::Pending;
 use pgrx::prelude::*;
 use std::cell::Cell;
@@ -33,6 +40,10 @@ pub const NOTHING: i64 = i64::MAX;
 pub const RUNNING: i32 = -1;
 /// The line of `place_scheduled`, by due time in microseconds.
 pub const SCHEDULED: i32 = -2;
+/// The line of `task_keys`, by the time until which they are kept.
+pub const KEYS: i32 = -4;
+/// The line of `place_running` as the maintenance worker's sweep has it: it knows the rows before the head one by one (`queue::sweep`).
+pub const SWEPT: i32 = -3;
 
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -63,11 +74,20 @@ struct Entry {
     complete: bool,
     /// Rows taken since the heads rose.
     taken: usize,
+    /// The number of the look that has the line watched; 0 while none has.
+    watch: u64,
     count: usize,
     heads: [Head; PRIORITIES],
+    /// The least that each of the heads was lowered to since that look began.
+    lowered: [i64; PRIORITIES],
 }
 
 impl Entry {
+    /// Where a priority's head stands among the heads.
+    fn find(&self, priority: i32) -> Option<usize> {
+        self.heads[..self.count].iter().position(|known| known.priority == priority)
+    }
+
     fn show(&self) {
         let empty = self.complete && self.heads[..self.count].iter().all(|head| head.at == NOTHING);
         self.shown.store(self.moves << 1 | u64::from(empty), Ordering::Release);
@@ -81,6 +101,8 @@ pub struct Shared {
     /// Transactions prepared since the start, and how many of them are known to be over.
     prepared: AtomicU64,
     over: AtomicU64,
+    /// Watches given out.
+    watches: AtomicU64,
 }
 
 impl Shared {
@@ -130,6 +152,10 @@ thread_local! {
     pub static GONE: Pending<(Instance, i32)> = const { Pending::new() };
     /// Instances this transaction has asked to look from the beginning.
     pub static RESCANS: Pending<Rescan> = const { Pending::new() };
+    /// The lines to lower if what this transaction took comes back.
+    pub static TAKEN: Pending<Lower> = const { Pending::new() };
+    /// The line this session has watched.
+    static WATCHING: Cell<Option<(Instance, i32, u64)>> = const { Cell::new(None) };
 }
 
 /// Runs `work` on the line's entry under the lock; `None` where the table has no room for it.
@@ -153,9 +179,20 @@ fn with_entry<R>(shared: &super::Shared, instance: Instance, lane: i32, make: bo
             return None;
         }
         shared.heads.entries.fetch_add(1, Ordering::Relaxed);
-        let heads = [Head { priority: 0, at: 0 }; PRIORITIES];
+        let entry = Entry {
+            key,
+            generation: 1,
+            moves: 0,
+            shown: AtomicU64::new(0),
+            complete: false,
+            taken: 0,
+            watch: 0,
+            count: 0,
+            heads: [Head { priority: 0, at: 0 }; PRIORITIES],
+            lowered: [NOTHING; PRIORITIES],
+        };
         // SAFETY: a new entry, whose body dynahash leaves as it was.
-        unsafe { at.write(Entry { key, generation: 1, moves: 0, shown: AtomicU64::new(0), complete: false, taken: 0, count: 0, heads }) };
+        unsafe { at.write(entry) };
     }
     // SAFETY: an entry of the table, which never moves; the lock makes it ours.
     let entry = unsafe { &mut *at };
@@ -208,10 +245,18 @@ pub fn glimpse(instance: Instance, lane: i32, handle: &Handle) -> Glimpse {
     if shown & 1 == 1 { Glimpse::Empty } else { Glimpse::Moves(shown >> 1) }
 }
 
+/// When a line was looked at: to be given back with what was found out.
+#[derive(Clone, Copy)]
+pub struct Look {
+    generation: u64,
+    /// 0 where the line is not watched for this look.
+    watch: u64,
+}
+
 /// A line as a claim finds it.
 pub struct Line {
     /// To be given back with what was found out.
-    pub generation: u64,
+    pub look: Look,
     /// Whether `heads` lists every priority that has rows.
     pub complete: bool,
     /// Rows taken since the heads rose.
@@ -222,15 +267,30 @@ pub struct Line {
 
 /// Where the live rows of a line begin, this transaction's own included.
 pub fn look(shared: &super::Shared, instance: Instance, lane: i32) -> Line {
+    look_long(shared, instance, lane, false)
+}
+
+/// As [`look`]. With `watch`, what is lowered from now on is watched until [`rise`], unless somebody else has the line watched already.
+pub fn look_long(shared: &super::Shared, instance: Instance, lane: i32, watch: bool) -> Line {
     if RESCANS.with(|p| p.any(|asked| asked.instance == instance)) {
-        return Line { generation: 0, complete: false, taken: 0, heads: Vec::new() };
+        return Line { look: Look { generation: 0, watch: 0 }, complete: false, taken: 0, heads: Vec::new() };
     }
     let mut heads: Vec<Head> = Vec::with_capacity(PRIORITIES * 2);
+    let watch = watch && WATCHING.get().is_none();
     let seen = with_entry(shared, instance, lane, true, |entry| {
         heads.extend_from_slice(&entry.heads[..entry.count]);
-        (entry.generation, entry.complete, entry.taken)
+        let mut look = Look { generation: entry.generation, watch: 0 };
+        if watch && entry.watch == 0 {
+            look.watch = shared.heads.watches.fetch_add(1, Ordering::Relaxed) + 1;
+            entry.watch = look.watch;
+            entry.lowered = [NOTHING; PRIORITIES];
+        }
+        (look, entry.complete, entry.taken)
     });
-    let (generation, complete, taken) = seen.unwrap_or((0, false, 0));
+    let (look, complete, taken) = seen.unwrap_or((Look { generation: 0, watch: 0 }, false, 0));
+    if look.watch != 0 {
+        WATCHING.set(Some((instance, lane, look.watch)));
+    }
     PENDING.with(|p| {
         p.each(|own| {
             if own.instance == instance && own.lane == lane && own.head.at != NOTHING {
@@ -242,19 +302,29 @@ pub fn look(shared: &super::Shared, instance: Instance, lane: i32) -> Line {
         });
     });
     heads.sort_unstable_by_key(|head| std::cmp::Reverse(head.priority));
-    Line { generation, complete, taken, heads }
+    Line { look, complete, taken, heads }
 }
 
-/// Whether what this transaction reads may move heads: its statements take fresh snapshots, it has written nothing (what it took away would come back if it
-/// aborts), and no prepared transaction is about that could bring rows without telling.
+/// At abort, also of a savepoint: a look that an error ended has nothing to tell.
+pub fn look_away() {
+    let (Some((instance, lane, watch)), Some(shared)) = (WATCHING.take(), super::get()) else { return };
+    with_entry(shared, instance, lane, false, |entry| {
+        if entry.watch == watch {
+            entry.watch = 0;
+        }
+    });
+}
+
+/// Whether what this transaction reads of a line of time may move its head: as [`may_tell`], and it has written nothing, since what it took away comes back
+/// without telling if it aborts.
 pub fn may_rise(shared: &super::Shared) -> bool {
     // SAFETY: reads this backend's own state.
     let unwritten = unsafe { pg_sys::GetTopTransactionIdIfAny() == pg_sys::InvalidTransactionId };
     unwritten && may_tell(shared)
 }
 
-/// Whether what this transaction reads of a line that it has not touched itself is what others would read: its statements take fresh snapshots, and no prepared
-/// transaction is about.
+/// Whether what this transaction reads of a lane may move its heads: its statements take fresh snapshots, and no prepared transaction is about that could bring
+/// rows without telling. What it took away itself lowers the line again if that is undone.
 pub fn may_tell(shared: &super::Shared) -> bool {
     // SAFETY: reads this backend's own state.
     let (fresh, preparing) = unsafe { (pg_sys::XactIsoLevel < pg_sys::XACT_REPEATABLE_READ as i32, max_prepared_xacts > 0) };
@@ -266,27 +336,35 @@ pub fn took(shared: &super::Shared, instance: Instance, lane: i32, rows: usize) 
     with_entry(shared, instance, lane, false, |entry| entry.taken = entry.taken.saturating_add(rows));
 }
 
-/// Raises heads to the first rows that a plain read showed, if nobody lowered the line since `generation`. `complete` says that the read looked for every
+/// Raises heads to the first rows that a look showed, or to what the line was lowered to since, if that is known. `complete` says that the look was for every
 /// priority there is.
-pub fn rise(shared: &super::Shared, instance: Instance, lane: i32, generation: u64, found: &[Head], complete: bool) {
+pub fn rise(shared: &super::Shared, instance: Instance, lane: i32, look: Look, found: &[Head], complete: bool) {
     with_entry(shared, instance, lane, false, |entry| {
-        if entry.generation != generation {
+        let watched = look.watch != 0 && entry.watch == look.watch;
+        if !watched && entry.generation != look.generation {
             return;
         }
         let mut all = true;
         for head in found {
-            all &= put(entry, *head, |_, found| found);
+            let lowered = entry.find(head.priority).filter(|_| watched).map_or(NOTHING, |place| entry.lowered[place]);
+            all &= put(entry, Head { at: head.at.min(lowered), ..*head }, |_, found| found);
         }
         entry.complete |= complete && all;
         entry.taken = 0;
+        if watched {
+            entry.watch = 0;
+        }
     });
+    if look.watch != 0 {
+        WATCHING.set(None);
+    }
 }
 
 /// Sets the head of a priority; false where the entry has no room for one more.
 fn put(entry: &mut Entry, head: Head, merge: impl FnOnce(i64, i64) -> i64) -> bool {
     let count = entry.count;
-    if let Some(known) = entry.heads[..count].iter_mut().find(|known| known.priority == head.priority) {
-        known.at = merge(known.at, head.at);
+    if let Some(place) = entry.find(head.priority) {
+        entry.heads[place].at = merge(entry.heads[place].at, head.at);
         return true;
     }
     // A priority in which nothing is left gives its place away.
@@ -294,11 +372,14 @@ fn put(entry: &mut Entry, head: Head, merge: impl FnOnce(i64, i64) -> i64) -> bo
     match place {
         Some(place) => {
             entry.heads[place] = head;
+            entry.lowered[place] = NOTHING;
             entry.count = count.max(place + 1);
             true
         }
         None => {
             entry.complete = false;
+            // What is lowered from here on cannot be told any more.
+            entry.watch = 0;
             false
         }
     }
@@ -314,14 +395,31 @@ pub fn lower(instance: Instance, lane: i32, priority: i32, at: i64) {
     });
 }
 
-/// At commit, after the row is visible, and at PREPARE.
+/// Notes that this transaction took a row out of a lane; it lowers the line if that is undone.
+pub fn taken(instance: Instance, lane: i32, priority: i32, at: i64) {
+    let below = |known: &Lower| known.instance == instance && known.lane == lane && known.head.priority == priority && known.head.at <= at;
+    TAKEN.with(|p| {
+        if !p.any_here(below) {
+            p.push(Lower { instance, lane, head: Head { priority, at } });
+        }
+    });
+}
+
+/// At commit, after the row is visible, and at PREPARE; of what was taken, at abort, when it is there again.
 pub fn commit(lower: &Lower) {
     let Some(shared) = super::get() else { return };
+    // No sweep has looked beyond now, so only a claim that commits after its lease is over comes to stand before where one has.
+    if lower.lane == SWEPT && lower.head.at > Instant::now().0.saturating_add(SECOND) {
+        return;
+    }
     with_entry(shared, lower.instance, lower.lane, true, |entry| {
         entry.moves += 1;
         if lower.head.at != NOTHING {
             entry.generation += 1;
             put(entry, lower.head, i64::min);
+            if let Some(place) = entry.find(lower.head.priority) {
+                entry.lowered[place] = entry.lowered[place].min(lower.head.at);
+            }
         }
     });
 }
@@ -361,7 +459,7 @@ pub fn rescan(instance: Instance, usage: bool) {
     });
 }
 
-/// At commit of a transaction that asked for it.
+/// At the end of a transaction that asked for it, also if it aborts: what it had taken away by other ways than the verbs is there again.
 pub fn rescanned(asked: &Rescan) {
     if let Some(shared) = super::get() {
         forget(shared, asked.instance);
@@ -410,6 +508,7 @@ pub fn forget(shared: &super::Shared, instance: Instance) {
                 entry.generation += 1;
                 entry.moves += 1;
                 entry.complete = false;
+                entry.watch = 0;
                 entry.count = 0;
                 entry.show();
             } else if entry.key.instance.database == instance.database {

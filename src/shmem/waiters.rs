@@ -204,6 +204,28 @@ pub fn pass_on() {
     }
 }
 
+#[cfg(target_os = "linux")]
+mod raw {
+    unsafe extern "C-unwind" {
+        /// Whether the client is there as far as the socket tells. May reset the latch.
+        pub fn pq_check_connection() -> bool;
+    }
+}
+
+/// Ends the session where its client has gone meanwhile: it shall not take a task that nobody will hear of, and a signal that it got is passed on. PostgreSQL by
+/// itself notices when it sends the answer.
+fn leave_if_client_has() {
+    // SAFETY: this backend's own variables and socket; a background worker has none.
+    unsafe {
+        #[cfg(target_os = "linux")]
+        if !pg_sys::MyProcPort.is_null() && !pg_sys::ffi::pg_guard_ffi_boundary(|| raw::pq_check_connection()) {
+            pg_sys::ClientConnectionLost = 1;
+            pg_sys::InterruptPending = 1;
+        }
+    }
+    check_for_interrupts!();
+}
+
 /// How long a session that takes no wake-ups sleeps between two looks, in milliseconds.
 const DOZE_MS: i64 = 100;
 
@@ -215,7 +237,7 @@ pub fn doze(left_ms: i64) {
         pg_sys::WaitLatch(pg_sys::MyLatch, events, left_ms.clamp(1, DOZE_MS) as _, pg_sys::PG_WAIT_EXTENSION);
         pg_sys::ResetLatch(pg_sys::MyLatch);
     }
-    check_for_interrupts!();
+    leave_if_client_has();
 }
 
 /// A place among the sleepers of a queue, taken before the first look at the table so that no wake-up falls between.
@@ -252,7 +274,7 @@ impl Waiter {
         Some(at)
     }
 
-    /// Sleeps until signalled, at most `left_ms`, and at most a second. Cancel and shutdown end it at once.
+    /// Sleeps until signalled, at most `left_ms`, and at most a second. Cancel and shutdown end it at once, a client that has gone at the next look.
     pub fn sleep(&self, left_ms: i64) {
         let longest = left_ms.min(LOOK_MS);
         // SAFETY: prepared by `join`; checks for interrupts itself. Without a place in reach, an ordinary nap.
@@ -265,10 +287,10 @@ impl Waiter {
                     let events = pg_sys::WL_LATCH_SET | pg_sys::WL_TIMEOUT | pg_sys::WL_EXIT_ON_PM_DEATH;
                     pg_sys::WaitLatch(pg_sys::MyLatch, events as i32, longest, pg_sys::PG_WAIT_EXTENSION);
                     pg_sys::ResetLatch(pg_sys::MyLatch);
-                    check_for_interrupts!();
                 }
             }
         }
+        leave_if_client_has();
     }
 }
 

@@ -356,13 +356,14 @@ CREATE TABLE stint.task_keys (
 CREATE INDEX task_keys_expiry ON stint.task_keys (kept_until);
 COMMENT ON TABLE stint.task_keys IS 'Idempotency keys: at most one task for each queue and key while the key is kept';
 
--- Rows that come by other ways than the verbs, above all from a dump, are unknown to what shared memory holds of the places; verbs pass by.
+-- Rows that come by other ways than the verbs, above all from a dump, are unknown to what shared memory holds of the places; verbs pass by. So are ready rows that
+-- somebody takes away, and that are there again when that is undone.
 CREATE FUNCTION stint.placed() RETURNS trigger
     LANGUAGE c AS 'MODULE_PATHNAME', 'placed_wrapper';
 COMMENT ON FUNCTION stint.placed() IS
 'Trigger of the tables of places: when rows come from a dump or by hand, claims, sweeps and promotions look from the beginning again and budgets are added up anew.';
 REVOKE ALL ON FUNCTION stint.placed() FROM PUBLIC;
-CREATE TRIGGER placed BEFORE INSERT ON stint.place_ready EXECUTE FUNCTION stint.placed();
+CREATE TRIGGER placed BEFORE INSERT OR UPDATE OR DELETE ON stint.place_ready EXECUTE FUNCTION stint.placed();
 CREATE TRIGGER placed BEFORE INSERT ON stint.place_scheduled EXECUTE FUNCTION stint.placed();
 CREATE TRIGGER placed BEFORE INSERT ON stint.place_running EXECUTE FUNCTION stint.placed();
 
@@ -2603,13 +2604,32 @@ COMMENT ON EVENT TRIGGER stint_follow_drop IS 'Has what is kept of a state table
 -- A roll-up adds what was committed since the one before: the rows visible in its snapshot and not in the one before, whatever order transactions commit in.
 -- Both snapshots and the sums are written in one transaction, so that sums + what is not in them yet is exact for every reader (docs/accounting.md).
 
--- Where roll-ups stand in each database this one's rows come from: its own and, after a restore, those before.
+-- Where roll-ups stand in each database this one's rows come from: its own and, after a restore, those before. Each roll-up writes a row and removes the one
+-- before, so that the newest is found first however many removed ones an old snapshot keeps about; of one that is updated all versions would be read, each time.
 CREATE TABLE stint.rollup_epochs (
-    incarnation       int PRIMARY KEY,
+    incarnation       int NOT NULL,
+    number            bigint NOT NULL DEFAULT 1,
     snapshot          pg_snapshot,
-    rolled_up_at      timestamptz NOT NULL DEFAULT clock_timestamp()
+    rolled_up_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (incarnation, number)
 );
-COMMENT ON TABLE stint.rollup_epochs IS 'For each incarnation of the database, the snapshot of the last roll-up: what it sees is added up. No snapshot: everything is, since a restored copy was activated';
+COMMENT ON TABLE stint.rollup_epochs IS 'For each incarnation of the database, the snapshot of the last roll-up (that of the highest number): what it sees is added up. No snapshot: everything is, since a restored copy was activated';
+
+CREATE VIEW stint.last_rollups AS
+WITH RECURSIVE last AS (
+    (SELECT e.incarnation, e.number, e.snapshot, e.rolled_up_at FROM stint.rollup_epochs e ORDER BY e.incarnation DESC, e.number DESC LIMIT 1)
+    UNION ALL
+    SELECT n.*
+    FROM last
+    CROSS JOIN LATERAL (
+        SELECT e.incarnation, e.number, e.snapshot, e.rolled_up_at
+        FROM stint.rollup_epochs e
+        WHERE e.incarnation < last.incarnation
+        ORDER BY e.incarnation DESC, e.number DESC
+        LIMIT 1) AS n
+)
+SELECT last.incarnation, last.number, last.snapshot, last.rolled_up_at FROM last;
+COMMENT ON VIEW stint.last_rollups IS 'For accounting: the last roll-up of each incarnation of the database';
 
 -- Minutes hold everything from minutes_from on; hours what lies before hours_until, days and months likewise. One row, from the first roll-up on.
 CREATE TABLE stint.rollup_marks (
@@ -2696,10 +2716,10 @@ SELECT e.incarnation, e.snapshot, pg_catalog.pg_snapshot_xmax(e.snapshot) AS low
        CASE WHEN e.incarnation = stint.incarnation()
             THEN greatest(pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot()), pg_catalog.pg_current_xact_id_if_assigned())
             ELSE '18446744073709551615'::xid8 END AS high
-FROM (SELECT r.incarnation, r.snapshot FROM stint.rollup_epochs r WHERE r.snapshot IS NOT NULL
+FROM (SELECT r.incarnation, r.snapshot FROM stint.last_rollups r WHERE r.snapshot IS NOT NULL
       UNION ALL
       SELECT stint.incarnation(), '1:1:'::pg_snapshot
-      WHERE NOT EXISTS (SELECT FROM stint.rollup_epochs r WHERE r.incarnation = stint.incarnation())) e;
+      WHERE NOT EXISTS (SELECT FROM stint.last_rollups r WHERE r.incarnation = stint.incarnation())) e;
 COMMENT ON VIEW stint.open_epochs IS 'For accounting: the incarnations whose rows are not all added up, and the snapshot of what is. Rows of their transactions from low on, or running in the snapshot, are not';
 
 -- Rows that no roll-up has seen, found by their transactions: those that came after the last snapshot and those that were running in it. A transaction that is

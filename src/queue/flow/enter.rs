@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 static HOLD: Statement = Statement::new(
     c"select u.id, w.id is not null
       from unnest($2) as u (id)
-      left join lateral (select t.id from stint.place_ready t where t.queue = $1 and t.id = u.id limit 1 for key share) as w on true
+      left join lateral (select t.id from stint.place_ready t where t.queue = $1 and t.id >= u.id and t.id <= u.id order by t.id limit 1 for key share) as w on true
       left join lateral (select t.id from stint.place_scheduled t where t.queue = $1 and t.id = u.id limit 1 for key share) as s on true
       left join lateral (select t.id from stint.place_running t where t.queue = $1 and t.id = u.id limit 1 for key share) as r on true
       where coalesce(w.id, s.id, r.id) is not null",

@@ -33,7 +33,8 @@ impl End<'_> {
 static DEPENDENTS: Statement = Statement::new(
     c"select d.id
       from unnest($2) as u (id)
-      cross join lateral (select t.id from stint.task_dependencies t where t.queue = $1 and t.on_id = u.id offset 0) as d",
+      cross join lateral (
+            select t.id from stint.task_dependencies t where t.queue = $1 and t.on_id >= u.id and t.on_id <= u.id order by t.on_id offset 0) as d",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
 
@@ -42,9 +43,13 @@ static DESCENDANTS: Statement = Statement::new(
     c"with recursive found as (
             select d.id
             from unnest($2) as u (id)
-            cross join lateral (select t.id from stint.task_dependencies t where t.queue = $1 and t.on_id = u.id offset 0) as d
+            cross join lateral (
+                  select t.id from stint.task_dependencies t where t.queue = $1 and t.on_id >= u.id and t.on_id <= u.id order by t.on_id offset 0) as d
             union
-            select n.id from found f cross join lateral (select d.id from stint.task_dependencies d where d.queue = $1 and d.on_id = f.id) as n)
+            select n.id
+            from found f
+            cross join lateral (
+                  select d.id from stint.task_dependencies d where d.queue = $1 and d.on_id >= f.id and d.on_id <= f.id order by d.on_id offset 0) as n)
       select f.id from found f",
     &[pg_sys::TEXTOID, pg_sys::UUIDARRAYOID],
 );
@@ -111,7 +116,10 @@ static TRY_BLOCKED: Statement = Statement::new(
 
 /// The dependencies on a task that has ended.
 static MEET: Statement = Statement::new(
-    c"delete from stint.task_dependencies d where d.queue = $1 and d.on_id = $2 returning d.id, d.spot, d.on_failure::text",
+    c"delete from stint.task_dependencies d
+      where d.ctid = any (array(
+            select t.ctid from stint.task_dependencies t where t.queue = $1 and t.on_id >= $2 and t.on_id <= $2 order by t.on_id))
+      returning d.id, d.spot, d.on_failure::text",
     &[pg_sys::TEXTOID, pg_sys::UUIDOID],
 );
 
@@ -120,8 +128,12 @@ static DOOM: Statement = Statement::new(
     &[pg_sys::TEXTOID, pg_sys::UUIDOID],
 );
 
-static FORGET: Statement =
-    Statement::new(c"delete from stint.task_dependencies d where d.queue = $1 and d.id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
+static FORGET: Statement = Statement::new(
+    c"delete from stint.task_dependencies d
+      where d.ctid = any (array(
+            select t.ctid from stint.task_dependencies t where t.queue = $1 and t.id >= $2 and t.id <= $2 order by t.id))",
+    &[pg_sys::TEXTOID, pg_sys::UUIDOID],
+);
 
 /// Takes away those of the tasks that wait for nothing any more. The nearest dependency left is looked for on both sides of the one that was met.
 static FREE: Statement = Statement::new(
@@ -151,7 +163,7 @@ static NEXT: Statement = Statement::new(
             limit 1
             for update))
       returning b.id, b.lane, b.priority, b.tokens, b.attempt, b.counted, b.run_at,
-                exists (select from stint.task_dependencies d where d.queue = $1 and d.id = b.id)",
+                coalesce((select true from stint.task_dependencies d where d.queue = $1 and d.id >= b.id and d.id <= b.id order by d.id limit 1), false)",
     &[pg_sys::TEXTOID, pg_sys::TEXTOID, pg_sys::INT8OID],
 );
 
