@@ -3,9 +3,38 @@
 
 use crate::errors;
 use pgrx::callconv::RetAbi;
-use pgrx::htup::IntoHeapTuple;
 use pgrx::pgrx_sql_entity_graph::metadata::{ArgumentError, ReturnsError, ReturnsRef, SqlMappingRef, SqlTranslatable, TypeOrigin};
 use pgrx::prelude::*;
+
+/// A row of an answer: its columns as PostgreSQL holds them.
+pub trait Cells {
+    /// Puts them into places for as many.
+    fn fill(self, values: &mut [pg_sys::Datum], nulls: &mut [bool]);
+}
+
+/// For tuples, each as long as one of the functions' results.
+macro_rules! cells {
+    ($($column:ident)+) => {
+        impl<$($column: IntoDatum),+> Cells for ($($column,)+) {
+            #[allow(non_snake_case, reason = "a column is called like its type")]
+            fn fill(self, values: &mut [pg_sys::Datum], nulls: &mut [bool]) {
+                let ($($column,)+) = self;
+                for ((value, null), cell) in values.iter_mut().zip(nulls).zip([$($column.into_datum()),+]) {
+                    (*value, *null) = (cell.unwrap_or(pg_sys::Datum::from(0usize)), cell.is_none());
+                }
+            }
+        }
+    };
+}
+cells!(A B C);
+cells!(A B C D);
+cells!(A B C D E);
+cells!(A B C D E F);
+cells!(A B C D E F G H I J K L);
+cells!(A B C D E F G H I J K L M N O P);
+
+/// The most columns an answer has.
+const WIDEST: usize = 16;
 
 /// The rows of a function's answer.
 pub struct Table<R>(Vec<R>);
@@ -23,7 +52,7 @@ impl<R> Table<R> {
 }
 
 // SAFETY: the rows go into a tuple store of the query's, as the caller said it takes them, and the function itself returns nothing.
-unsafe impl<R: IntoHeapTuple> RetAbi for Table<R> {
+unsafe impl<R: Cells> RetAbi for Table<R> {
     type Item = R;
     type Ret = Self;
 
@@ -47,10 +76,10 @@ unsafe impl<R: IntoHeapTuple> RetAbi for Table<R> {
             let random_access = (*info).allowedModes & pg_sys::SetFunctionReturnMode::SFRM_Materialize_Random as i32 != 0;
             let store = pg_sys::tuplestore_begin_heap(random_access, false, pg_sys::work_mem);
             pg_sys::MemoryContextSwitchTo(caller);
+            let (mut values, mut nulls) = ([pg_sys::Datum::from(0usize); WIDEST], [true; WIDEST]);
             for row in ret.0 {
-                let tuple = row.into_heap_tuple(rows);
-                pg_sys::tuplestore_puttuple(store, tuple);
-                pg_sys::heap_freetuple(tuple);
+                row.fill(&mut values, &mut nulls);
+                pg_sys::tuplestore_putvalues(store, rows, values.as_mut_ptr(), nulls.as_mut_ptr());
             }
             (*info).returnMode = pg_sys::SetFunctionReturnMode::SFRM_Materialize;
             (*info).setResult = store;

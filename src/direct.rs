@@ -9,6 +9,10 @@
 //! Calls of PostgreSQL are made in groups, each behind one guard that turns an error into unwinding. Within a group there is no Rust value that has to be
 //! dropped, since an error jumps over it. What is open when an error unwinds is released by the end of the (sub)transaction, as everywhere in PostgreSQL.
 
+mod batch;
+
+pub use batch::Batch;
+
 use crate::shmem::Instance;
 use crate::spi::{self, Home, Param, Row};
 use pgrx::prelude::*;
@@ -133,6 +137,8 @@ struct Index {
     unique: bool,
     /// Rows where this is null have no entry.
     unless_null: Option<usize>,
+    /// It has no entry for each row, but one for a range of pages, of all the values there.
+    summarizes: bool,
     ready: bool,
     valid: bool,
 }
@@ -341,6 +347,7 @@ unsafe fn look_at_index(index: pg_sys::Relation) -> Option<Index> {
             columns: columns.collect::<Option<Vec<usize>>>()?,
             unique: form.indisunique,
             unless_null,
+            summarizes: method == pg_sys::Oid::from(pg_sys::BRIN_AM_OID),
             ready: form.indisready,
             valid: form.indisvalid && method == pg_sys::BTREE_AM_OID,
         })

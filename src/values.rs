@@ -84,6 +84,10 @@ datum_newtype!(
     RawNumeric(pg_sys::Datum), NUMERICOID, "numeric", |d| d, |s| s
 );
 datum_newtype!(
+    /// A `text` value, made once for the many rows it stands in.
+    RawText(pg_sys::Datum), TEXTOID, "text", |d| d, |s| s
+);
+datum_newtype!(
     /// An instant: microseconds since 2000-01-01 UTC, as `timestamptz` counts.
     #[derive(PartialEq, Eq, PartialOrd, Ord)]
     Instant(i64), TIMESTAMPTZOID, "timestamp with time zone", |d| d.value() as i64, |s| pg_sys::Datum::from(s)
@@ -101,6 +105,14 @@ impl RawJsonb {
     pub fn size(self) -> usize {
         // SAFETY: a jsonb datum is a varlena; the function reads its header only.
         unsafe { pg_sys::toast_raw_datum_size(self.0) }
+    }
+}
+
+impl RawText {
+    /// That text, in the current memory.
+    pub fn of(text: &str) -> Self {
+        // SAFETY: PostgreSQL copies that many bytes.
+        RawText(pg_sys::Datum::from(unsafe { pg_sys::cstring_to_text_with_len(text.as_ptr().cast(), text.len() as i32) }))
     }
 }
 

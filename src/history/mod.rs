@@ -14,7 +14,7 @@ pub mod retention;
 
 pub use ahead::step as make_ahead;
 
-use crate::direct::{self, Column, Opened, Table};
+use crate::direct::{self, Batch, Column, Opened, Table};
 use crate::errors;
 use crate::shmem::Instance;
 use crate::spi::{Param, Prepared, Rows, Session, Statement, arg};
@@ -115,13 +115,45 @@ impl LeafTable {
         self.open(leaf, pg_sys::RowExclusiveLock)
     }
 
+    /// Takes rows of several tasks, about `expected` of them, to be written together.
+    pub fn batch(&'static self, expected: usize) -> LeafBatch {
+        LeafBatch { table: self, expected, leaves: Vec::new() }
+    }
+
+    /// Opens the table to look for tasks of a leaf. `None` where the statement has to be run instead, also where there is no such partition.
+    pub fn leaf_to_read(&self, session: &Session, leaf: Leaf) -> Option<Opened> {
+        (direct::usable() && hold(session, leaf)).then(|| self.open(leaf, pg_sys::AccessShareLock)).flatten()
+    }
+
     /// Opens the table to look for that task. `None` where the statement has to be run instead, also where there is no such partition.
     pub fn to_read(&self, session: &Session, id: pgrx::Uuid) -> Option<Opened> {
-        if !direct::usable() {
-            return None;
-        }
-        let leaf = Leaf::of(id.as_bytes()).filter(|leaf| hold(session, *leaf))?;
-        self.open(leaf, pg_sys::AccessShareLock)
+        Leaf::of(id.as_bytes()).and_then(|leaf| self.leaf_to_read(session, leaf))
+    }
+}
+
+/// Rows of tasks on their way into one of the tables of their leaves.
+pub struct LeafBatch {
+    table: &'static LeafTable,
+    expected: usize,
+    leaves: Vec<(Leaf, Option<Batch>)>,
+}
+
+impl LeafBatch {
+    /// Takes a row of that task, as [`Batch::push`] does; its partition is made where there is none. False where the statement has to be run instead.
+    pub fn push(&mut self, session: &Session, id: pgrx::Uuid, values: impl IntoIterator<Item = Param>) -> bool {
+        let leaf = leaf_to_write(id);
+        let at = self.leaves.iter().position(|(of, _)| *of == leaf).unwrap_or_else(|| {
+            let batch = self.table.to_write(session, id).map(|table| Batch::new(table, self.expected));
+            self.leaves.push((leaf, batch));
+            self.leaves.len() - 1
+        });
+        let batch = self.leaves[at].1.as_mut();
+        batch.map(|batch| batch.push(values)).is_some()
+    }
+
+    /// Writes the rows.
+    pub fn write(self) {
+        self.leaves.into_iter().filter_map(|(_, batch)| batch).for_each(Batch::write);
     }
 }
 
@@ -249,7 +281,7 @@ pub fn write_latest(session: &Session, statement: &LeafStatement, id: pgrx::Uuid
 }
 
 /// The ids by the leaf they belong to, each leaf's in the order given. Ids that no task has are left out.
-fn by_leaf(ids: &[pgrx::Uuid]) -> Vec<(Leaf, Vec<pgrx::Uuid>)> {
+pub fn by_leaf(ids: &[pgrx::Uuid]) -> Vec<(Leaf, Vec<pgrx::Uuid>)> {
     let mut leaves: Vec<(Leaf, Vec<pgrx::Uuid>)> = Vec::new();
     for id in ids {
         let Some(leaf) = Leaf::of(id.as_bytes()) else { continue };

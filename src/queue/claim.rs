@@ -14,19 +14,20 @@ use super::task_events::{self, Change};
 use super::turns::{self, Turns, share};
 use crate::answer::Table;
 use crate::budget::live;
-use crate::direct::{Condition, Deleted, Opened, Scan};
+use crate::direct::{Batch, Condition, Deleted, Opened, Scan};
 use crate::errors::Fault;
 use crate::history::{self, LeafStatement};
 use crate::shmem::budgets::Wanted;
 use crate::shmem::heads::{Glimpse, Head, NOTHING};
 use crate::shmem::{self, Instance, waiters};
-use crate::spi::{self, Row, Rows, Session, Statement, arg};
-use crate::values::{Instant, RawInterval, RawJsonb, SECOND};
+use crate::spi::{self, Param, Row, Rows, Session, Statement, arg};
+use crate::values::{Instant, RawInterval, RawJsonb, RawText, SECOND};
 use crate::{errors, guc, horizon, input};
 use pgrx::prelude::*;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::rc::Rc;
 use stint_core::budget::{Candidate, Limit, State, Usage, admit};
+use stint_core::history::Leaf;
 
 /// Takes the first rows of a lane's priority, from its head on, that no other session holds. The inner scan locks, the outer deletes exactly those by their place in the heap.
 /// Tasks above what a lowered limit allows at all are stepped over: they stay, and hold up nobody.
@@ -154,8 +155,8 @@ struct Taken {
     share: Option<i64>,
 }
 
-/// A claimed task, as the caller gets it.
-pub type Claimed = (String, pgrx::Uuid, i32, pgrx::Uuid, Option<RawJsonb>, i32, Option<String>, Option<i64>, Option<RawJsonb>, Instant, Instant, i64);
+/// A claimed task, as the caller gets it after the queue's name.
+pub type Claimed = (pgrx::Uuid, i32, pgrx::Uuid, Option<RawJsonb>, i32, Option<RawText>, Option<i64>, Option<RawJsonb>, Instant, Instant, i64);
 
 /// `most`: tasks that predict more are left.
 fn take(session: &Session, name: &str, (lane, most): (i32, i64), head: Head, max: usize, agents: Option<&[String]>) -> Vec<Taken> {
@@ -598,7 +599,7 @@ fn reservation(queue: &Queue, lane: i32, tokens: Option<i64>) -> (Option<Vec<i32
 struct Facts {
     payload: Option<RawJsonb>,
     labels: Option<RawJsonb>,
-    agent: Option<String>,
+    agent: Option<RawText>,
     enqueued_at: Instant,
     /// In microseconds, as the next.
     lease_for: Option<i64>,
@@ -611,7 +612,7 @@ impl Facts {
         Facts {
             payload: row.lift(facts::PAYLOAD).map(RawJsonb),
             labels: row.lift(facts::LABELS).map(RawJsonb),
-            agent: row.get(facts::AGENT),
+            agent: row.lift(facts::AGENT).map(RawText),
             enqueued_at: row.must(facts::ENQUEUED_AT),
             lease_for: micros(facts::LEASE_FOR),
             max_run_time: micros(facts::MAX_RUN_TIME),
@@ -626,34 +627,81 @@ fn facts_directly(session: &Session, name: &str, id: pgrx::Uuid) -> Option<Facts
     rows.advance().then(|| Facts::of(&rows))
 }
 
-/// The facts of the taken tasks, by their ids.
-fn facts_of(session: &Session, name: &str, taken: &[Taken]) -> HashMap<[u8; 16], Facts> {
-    let mut known = HashMap::with_capacity(taken.len());
-    let mut left = Vec::new();
-    for Taken { ticket: Ticket { id, .. }, .. } in taken {
-        match facts_directly(session, name, *id) {
-            Some(facts) => {
-                known.insert(*id.as_bytes(), facts);
-            }
-            None => left.push(*id),
-        }
+/// The same for several tasks, which stand in their order in `taken`: what is found of each.
+fn all_directly(session: &Session, name: &str, taken: &[Taken]) -> Vec<Option<Facts>> {
+    if let [only] = taken {
+        return vec![facts_directly(session, name, only.ticket.id)];
     }
-    for rows in history::read_many(session, &FACTS, name, &left) {
-        known.extend(rows.iter().map(|row| (*row.must::<pgrx::Uuid>(facts::ID).as_bytes(), Facts::of(&row))));
+    let mut known: Vec<Option<Facts>> = taken.iter().map(|_| None).collect();
+    let mut order: Vec<(Option<Leaf>, [u8; 16], usize)> =
+        taken.iter().enumerate().map(|(at, row)| (Leaf::of(row.ticket.id.as_bytes()), *row.ticket.id.as_bytes(), at)).collect();
+    order.sort_unstable();
+    for of_leaf in order.chunk_by(|one, other| one.0 == other.0) {
+        if let Some(table) = of_leaf[0].0.and_then(|leaf| facts::TABLE.leaf_to_read(session, leaf)) {
+            let ids: Vec<pgrx::Uuid> = of_leaf.iter().map(|(_, id, _)| pgrx::Uuid::from_bytes(*id)).collect();
+            table.find_all(&facts::KEY, arg(name), facts::ID, &ids, |at, row| {
+                known[of_leaf[at].2] = row.map(|row| Facts::of(row));
+                true
+            });
+        }
     }
     known
 }
 
+/// The facts of the taken tasks, in their order.
+fn facts_of(session: &Session, name: &str, taken: &[Taken]) -> Vec<Option<Facts>> {
+    let mut known = all_directly(session, name, taken);
+    if known.iter().all(Option::is_some) {
+        return known;
+    }
+    let left: Vec<pgrx::Uuid> = taken.iter().zip(&known).filter(|(_, known)| known.is_none()).map(|(row, _)| row.ticket.id).collect();
+    let mut found = HashMap::with_capacity(left.len());
+    for rows in history::read_many(session, &FACTS, name, &left) {
+        found.extend(rows.iter().map(|row| (*row.must::<pgrx::Uuid>(facts::ID).as_bytes(), Facts::of(&row))));
+    }
+    for (row, known) in taken.iter().zip(&mut known).filter(|(_, known)| known.is_none()) {
+        *known = found.remove(row.ticket.id.as_bytes());
+    }
+    known
+}
+
+/// Running rows on their way to their table.
+enum Starting {
+    One(Opened),
+    Many(Batch),
+    ByStatement,
+}
+
+impl Starting {
+    fn push(&mut self, session: &Session, row: [Param; 16]) {
+        let not_cancelled = [arg(false)];
+        match self {
+            Starting::One(table) => table.insert(row.into_iter().chain(not_cancelled)),
+            Starting::Many(batch) => batch.push(row.into_iter().chain(not_cancelled)),
+            Starting::ByStatement => {
+                session.run(&RUN, &row);
+            }
+        }
+    }
+}
+
 /// Starts an attempt of each taken task.
 fn start(session: &Session, name: &str, queue: &Queue, taken: &[Taken], wish: &Wish, now: Instant) -> Vec<Claimed> {
-    let mut known = facts_of(session, name, taken);
-    let table = running::TABLE.open(pg_sys::RowExclusiveLock);
-    taken
+    let known = facts_of(session, name, taken);
+    let mut starting = match running::TABLE.open(pg_sys::RowExclusiveLock) {
+        Some(table) if taken.len() == 1 => Starting::One(table),
+        Some(table) => Starting::Many(Batch::new(table, taken.len())),
+        None => Starting::ByStatement,
+    };
+    let (queue_name, worker) = (arg(name), arg(wish.worker));
+    let leases = stint_core::ids::leases(taken.len()).map(pgrx::Uuid::from_bytes);
+    let claimed: Vec<Claimed> = taken
         .iter()
-        .filter_map(|Taken { ticket, seq, tokens, began, share, .. }| {
+        .zip(known)
+        .zip(leases)
+        .filter_map(|((Taken { ticket, seq, tokens, began, share, .. }, facts), lease)| {
             let now = began.unwrap_or(now);
-            let facts = known.remove(ticket.id.as_bytes())?;
-            let lease = pgrx::Uuid::from_bytes(stint_core::ids::lease());
+            let facts = facts?;
             let attempt = ticket.attempt.saturating_add(1);
             let longest: Option<i64> = facts.max_run_time.or(queue.max_run_time);
             let lasts = wish.lease_for.or(facts.lease_for).unwrap_or(queue.lease).min(longest.unwrap_or(i64::MAX));
@@ -661,7 +709,7 @@ fn start(session: &Session, name: &str, queue: &Queue, taken: &[Taken], wish: &W
             let (budgets, reserved) = reservation(queue, ticket.lane, *tokens);
             lines::runs_until(expires);
             let row = [
-                arg(name),
+                queue_name,
                 arg(ticket.id),
                 arg(lease),
                 arg(ticket.lane),
@@ -674,20 +722,16 @@ fn start(session: &Session, name: &str, queue: &Queue, taken: &[Taken], wish: &W
                 arg(expires),
                 arg(budgets),
                 arg(reserved),
-                arg(wish.worker),
+                worker,
                 arg(longest.map(|longest| now.plus(longest))),
                 arg(*share),
             ];
-            match &table {
-                Some(table) => table.insert(row.into_iter().chain([arg(false)])),
-                None => {
-                    session.run(&RUN, &row);
-                }
+            starting.push(session, row);
+            if queue.events {
+                let change = Change { id: ticket.id, status: "running", attempt, worker: Some(wish.worker), why: None };
+                task_events::record(session, name, &change);
             }
-            let change = Change { id: ticket.id, status: "running", attempt, worker: Some(wish.worker), why: None };
-            task_events::record(session, name, &change);
             Some((
-                name.to_string(),
                 ticket.id,
                 attempt,
                 lease,
@@ -701,7 +745,11 @@ fn start(session: &Session, name: &str, queue: &Queue, taken: &[Taken], wish: &W
                 lasts / 1000,
             ))
         })
-        .collect()
+        .collect();
+    if let Starting::Many(batch) = starting {
+        batch.write();
+    }
+    claimed
 }
 
 /// What a claim asks for.
@@ -799,13 +847,13 @@ fn claim(
     agents: Option<Vec<Option<String>>>,
     fcinfo: pg_sys::FunctionCallInfo,
 ) -> Table<(
-    name!(queue, String),
+    name!(queue, RawText),
     name!(id, pgrx::Uuid),
     name!(attempt, i32),
     name!(lease, pgrx::Uuid),
     name!(payload, Option<RawJsonb>),
     name!(priority, i32),
-    name!(agent, Option<String>),
+    name!(agent, Option<RawText>),
     name!(tokens, Option<i64>),
     name!(labels, Option<RawJsonb>),
     name!(enqueued_at, Instant),
@@ -825,5 +873,9 @@ fn claim(
     let wait = wait.map_or(0, |wait| input::duration("wait", wait, 0, guc::max_wait_s(), "stint.max_wait"));
     let _owner = spi::Identity::owner();
     let claimed = if wait > 0 { wait_and_claim(name, &wish, wait, fcinfo) } else { find_and_try(name, &wish) };
-    Table::of(claimed)
+    let queue = RawText::of(name);
+    let with_queue = |(id, attempt, lease, payload, priority, agent, tokens, labels, enqueued_at, expires_at, expires_in_ms): Claimed| {
+        (queue, id, attempt, lease, payload, priority, agent, tokens, labels, enqueued_at, expires_at, expires_in_ms)
+    };
+    Table::of(claimed.into_iter().map(with_queue).collect())
 }

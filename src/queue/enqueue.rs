@@ -1,12 +1,12 @@
-//! `stint.enqueue`: one task. What it shares with `enqueue_many` is [`Request`], which checks a task, and [`store`], which writes it.
+//! `stint.enqueue`: one task. What it shares with `enqueue_many` is [`Request`], which checks a task, and [`Entry`], which writes it.
 
 use super::config::{self, Queue};
 use super::flow::enter::{self, Gate, OnFailure, Wait};
 use super::rows::facts;
 use super::store::{self, Outcome, Ticket};
 use crate::errors::Fault;
-use crate::history::{self, LeafStatement};
-use crate::spi::{self, Session, arg};
+use crate::history::{self, LeafBatch, LeafStatement};
+use crate::spi::{self, Param, Session, arg};
 use crate::values::{Instant, RawInterval, RawJsonb};
 use crate::{errors, guc, input, shmem};
 use pgrx::prelude::*;
@@ -140,60 +140,88 @@ pub fn check_capacity(session: &Session, queue: &Queue, request: &Request) {
     }
 }
 
-/// Writes one checked task that is new. Returns whether it is claimable at once.
-pub fn store(session: &Session, name: &str, queue: &Queue, gate: &mut Gate, id: pgrx::Uuid, request: &Request, now: Instant) -> bool {
-    check_capacity(session, queue, request);
-    let due = request.due(now);
-    let lane = config::lane_for(session, name, queue, &request.budgets);
-    let group_seq = request.group_key.as_ref().filter(|_| queue.strict_groups).map(|_| store::next_seq());
-    let (depends_on, on_failure) =
-        (!request.depends_on.is_empty()).then(|| (request.depends_on.clone(), request.on_dependency_failure.word())).unzip();
-    config::keep_from_dropping();
-    let row = [
-        arg(name),
-        arg(id),
-        arg(lane),
-        arg(request.priority),
-        arg(request.max_attempts),
-        arg(request.tokens),
-        arg(now),
-        arg(due),
-        arg(request.lease_for),
-        arg(request.agent.as_deref()),
-        arg(request.key.as_deref()),
-        arg(request.group_key.as_deref()),
-        arg(group_seq),
-        arg(depends_on),
-        arg(on_failure),
-        arg(request.labels),
-        arg(request.payload),
-        arg(request.max_run_time),
-    ];
-    match facts::TABLE.to_write(session, id) {
-        Some(table) => table.insert(row),
-        None => {
-            history::write(session, &FACTS, id, &row);
+/// What is settled of a task before it is written.
+pub struct Entry {
+    id: pgrx::Uuid,
+    /// The lane of its budgets.
+    lane: i32,
+    due: Option<Instant>,
+    group_seq: Option<i64>,
+}
+
+impl Entry {
+    /// Of a checked task that is new.
+    pub fn new(session: &Session, name: &str, queue: &Queue, id: pgrx::Uuid, request: &Request, now: Instant) -> Self {
+        check_capacity(session, queue, request);
+        let due = request.due(now);
+        let lane = config::lane_for(session, name, queue, &request.budgets);
+        let group_seq = request.group_key.as_ref().filter(|_| queue.strict_groups).map(|_| store::next_seq());
+        Entry { id, lane, due, group_seq }
+    }
+
+    /// Writes its facts into the batch, where there is one, or to the table. [`config::keep_from_dropping`] comes before, [`config::still_stands`] after it.
+    pub fn write_facts(&self, session: &Session, queue: Param, request: &Request, now: Instant, batch: Option<&mut LeafBatch>) {
+        let (depends_on, on_failure) =
+            (!request.depends_on.is_empty()).then(|| (request.depends_on.clone(), request.on_dependency_failure.word())).unzip();
+        let row = [
+            queue,
+            arg(self.id),
+            arg(self.lane),
+            arg(request.priority),
+            arg(request.max_attempts),
+            arg(request.tokens),
+            arg(now),
+            arg(self.due),
+            arg(request.lease_for),
+            arg(request.agent.as_deref()),
+            arg(request.key.as_deref()),
+            arg(request.group_key.as_deref()),
+            arg(self.group_seq),
+            arg(depends_on),
+            arg(on_failure),
+            arg(request.labels),
+            arg(request.payload),
+            arg(request.max_run_time),
+        ];
+        let written = match batch {
+            Some(batch) => batch.push(session, self.id, row),
+            None => facts::TABLE.to_write(session, self.id).map(|table| table.insert(row)).is_some(),
+        };
+        if !written {
+            history::write(session, &FACTS, self.id, &row);
         }
     }
-    config::still_stands(session, name, queue);
-    let lane = gate.lane(request, lane);
-    let ticket = Ticket { id, lane, priority: request.priority, tokens: request.tokens, attempt: 0, counted: 0 };
-    if let Some((outcome, error)) = gate.doom(request) {
-        store::write_outcome(session, name, id, now, &Outcome::waiting(outcome, Some(&error)));
-        return false;
+
+    /// Puts the task into its place; where that is its line, `to_ready` does. Returns whether it is claimable at once.
+    pub fn place(
+        self,
+        session: &Session,
+        name: &str,
+        gate: &mut Gate,
+        request: &Request,
+        now: Instant,
+        to_ready: impl FnOnce(&Ticket, Option<&str>),
+    ) -> bool {
+        let Entry { id, lane, due, group_seq } = self;
+        let lane = gate.lane(request, lane);
+        let ticket = Ticket { id, lane, priority: request.priority, tokens: request.tokens, attempt: 0, counted: 0 };
+        if let Some((outcome, error)) = gate.doom(request) {
+            store::write_outcome(session, name, id, now, &Outcome::waiting(outcome, Some(&error)));
+            return false;
+        }
+        let open = gate.open(&request.depends_on);
+        let behind = request.group_key.as_deref().zip(group_seq).filter(|(key, _)| !gate.take_turn(key));
+        if !open.is_empty() || behind.is_some() {
+            store::to_blocked(session, name, &ticket, due, behind);
+            enter::depend(session, name, id, open, request.on_dependency_failure);
+            return false;
+        }
+        match due {
+            Some(due) => store::to_scheduled(session, name, &ticket, due),
+            None => to_ready(&ticket, request.agent.as_deref()),
+        }
+        due.is_none()
     }
-    let open = gate.open(&request.depends_on);
-    let behind = request.group_key.as_deref().zip(group_seq).filter(|(key, _)| !gate.take_turn(key));
-    if !open.is_empty() || behind.is_some() {
-        store::to_blocked(session, name, &ticket, due, behind);
-        enter::depend(session, name, id, open, request.on_dependency_failure);
-        return false;
-    }
-    match due {
-        Some(due) => store::to_scheduled(session, name, &ticket, due),
-        None => store::new_to_ready(session, name, &ticket, request.agent.as_deref()),
-    }
-    due.is_none()
 }
 
 /// See the SQL COMMENT of stint.enqueue.
@@ -261,7 +289,11 @@ pub fn add(
         return (earlier, false);
     }
     let mut gate = enter::hold(session, name, &queue, std::iter::once(request.wait()));
-    let ready = store(session, name, &queue, &mut gate, id, &request, now);
+    let entry = Entry::new(session, name, &queue, id, &request, now);
+    config::keep_from_dropping();
+    entry.write_facts(session, arg(name), &request, now, None);
+    config::still_stands(session, name, &queue);
+    let ready = entry.place(session, name, &mut gate, &request, now, |ticket, agent| store::new_to_ready(session, name, ticket, agent));
     gate.leave(session, name);
     store::announce(&queue, usize::from(ready));
     (id, true)

@@ -122,6 +122,7 @@ pub fn max_attempts(session: &Session, name: &str, queue: &config::Queue, id: pg
 }
 
 /// A completion, as `complete`, `complete_many` and `finish_and_claim` ask for it.
+#[derive(Clone, Copy)]
 pub struct Completion<'a> {
     /// The task.
     pub id: pgrx::Uuid,
@@ -163,6 +164,46 @@ pub fn complete_in_batch(
         }
         late::call(session, &Late { name, queue, id, lease, now, call: Call::Complete, result, patient, usage }, ends)
     })
+}
+
+/// Ends the first of these attempts, which stand in the order of their tasks' ids, as completed, as long as each is under its live lease. Returns how many; what is next,
+/// if anything is left, is for [`complete_in_batch`]. `at` is told which one is at hand.
+pub fn complete_first<'c>(
+    session: &Session,
+    name: &str,
+    queue: &config::Queue,
+    ids: &[pgrx::Uuid],
+    completions: impl Iterator<Item = &'c Completion<'c>> + Clone,
+    now: Instant,
+    ends: &mut Vec<End<'static>>,
+    at: impl Fn(Option<usize>),
+) -> usize {
+    let Some(table) = running::TABLE.open(pg_sys::RowExclusiveLock) else { return 0 };
+    let mut ended = Vec::new();
+    let mut next = completions.clone();
+    table.find_all(&running::KEY, arg(name), running::ID, ids, |number, row| {
+        at(Some(number));
+        let live = next.next().zip(row).filter(|(completion, row)| row.must::<pgrx::Uuid>(running::LEASE) == completion.lease);
+        // One that somebody changed while this waited for it is left to the statement, like one that is late.
+        let ran = live.and_then(|(_, row)| (row.delete(true) == Deleted::Here).then(|| Ran::of(row)));
+        let here = ran.is_some();
+        ended.extend(ran);
+        here
+    });
+    drop(table);
+    at(None);
+    if ended.is_empty() {
+        return 0;
+    }
+    let mut done = store::Completions::new(session, name, queue, now, ended.len());
+    for (number, (ran, Completion { lease, result, usage, .. })) in ended.iter().zip(completions).enumerate() {
+        at(Some(number));
+        let usage = usage.or_known(ran.run_id.as_deref(), ran.trace_id.as_deref());
+        done.push(&ran.attempt(*lease), &usage, *result);
+    }
+    at(None);
+    done.write(ends);
+    ended.len()
 }
 
 /// See the SQL COMMENT of stint.complete.

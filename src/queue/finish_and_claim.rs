@@ -6,7 +6,7 @@ use super::finish::{self, Completion};
 use super::usage::Usage;
 use crate::answer::Table;
 use crate::spi;
-use crate::values::{Instant, RawInterval, RawJsonb, RawNumeric};
+use crate::values::{Instant, RawInterval, RawJsonb, RawNumeric, RawText};
 use crate::{input, shmem};
 use pgrx::prelude::*;
 
@@ -22,7 +22,7 @@ type Row = (
     Option<pgrx::Uuid>,
     Option<RawJsonb>,
     Option<i32>,
-    Option<String>,
+    Option<RawText>,
     Option<i64>,
     Option<RawJsonb>,
     Option<Instant>,
@@ -62,7 +62,7 @@ fn finish_and_claim(
     name!(lease, Option<pgrx::Uuid>),
     name!(payload, Option<RawJsonb>),
     name!(priority, Option<i32>),
-    name!(agent, Option<String>),
+    name!(agent, Option<RawText>),
     name!(tokens, Option<i64>),
     name!(labels, Option<RawJsonb>),
     name!(enqueued_at, Option<Instant>),
@@ -107,7 +107,7 @@ fn finish_and_claim(
         )];
         let claimed = claim::try_claim(session, name, &queue, &wish);
         rows.extend(claimed.into_iter().map(
-            |(_, id, attempt, lease, payload, priority, agent, tokens, labels, enqueued_at, expires_at, expires_in_ms)| {
+            |(id, attempt, lease, payload, priority, agent, tokens, labels, enqueued_at, expires_at, expires_in_ms)| {
                 (
                     "claimed",
                     id,

@@ -10,6 +10,7 @@ pub mod complete_many;
 pub mod config;
 pub mod create;
 pub mod drop;
+pub mod elements;
 pub mod enqueue;
 pub mod enqueue_many;
 pub mod enqueue_once;

@@ -37,6 +37,31 @@ pub mod ready {
     pub const ORDER: [usize; 4] = [QUEUE, LANE, PRIORITY, SEQ];
 }
 
+/// `stint.place_blocked`.
+pub mod blocked {
+    use super::*;
+
+    /// The table.
+    pub static TABLE: Table = Table::new(
+        "place_blocked",
+        &[
+            ("queue", pg_sys::TEXTOID),
+            ("id", pg_sys::UUIDOID),
+            ("lane", pg_sys::INT4OID),
+            ("priority", pg_sys::INT4OID),
+            ("tokens", pg_sys::INT8OID),
+            ("attempt", pg_sys::INT4OID),
+            ("counted", pg_sys::INT4OID),
+            ("run_at", pg_sys::TIMESTAMPTZOID),
+            ("group_key", pg_sys::TEXTOID),
+            ("group_seq", pg_sys::INT8OID),
+        ],
+    );
+    pub const ID: usize = 1;
+    /// The primary key.
+    pub const KEY: [usize; 2] = [0, ID];
+}
+
 /// `stint.place_running`.
 pub mod running {
     use super::*;
@@ -198,6 +223,7 @@ pub mod dependencies {
             ("on_failure", pg_sys::TEXTOID),
         ],
     );
+    pub const ON_ID: usize = 1;
     /// The primary key.
-    pub const KEY: [usize; 3] = [0, 1, 2];
+    pub const KEY: [usize; 3] = [0, ON_ID, 2];
 }

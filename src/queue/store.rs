@@ -8,8 +8,8 @@ use super::task_events::{self, Change};
 use super::usage::Usage;
 use crate::accounting::roll_up;
 use crate::budget::live::{self, Held};
-use crate::direct::{Condition, Scan};
-use crate::history::{self, LeafStatement};
+use crate::direct::{Batch, Condition, Scan};
+use crate::history::{self, LeafBatch, LeafStatement};
 use crate::shmem::{Instance, bells, heads, waiters};
 use crate::spi::{Param, Session, Statement, arg};
 use crate::values::{Instant, RawInterval, RawJsonb};
@@ -116,17 +116,33 @@ pub struct Ticket {
 
 impl Ticket {
     fn params(&self, name: &str) -> [Param; 7] {
-        [arg(name), arg(self.id), arg(self.lane), arg(self.priority), arg(self.tokens), arg(self.attempt), arg(self.counted)]
+        self.params_of(arg(name))
     }
+
+    fn params_of(&self, queue: Param) -> [Param; 7] {
+        [queue, arg(self.id), arg(self.lane), arg(self.priority), arg(self.tokens), arg(self.attempt), arg(self.counted)]
+    }
+}
+
+unsafe extern "C-unwind" {
+    /// PostgreSQL's own, which the function `nextval` calls too.
+    fn nextval_internal(sequence: pg_sys::Oid, check_permissions: bool) -> i64;
+}
+
+/// The sequence that gives the order of tasks.
+fn sequence() -> pg_sys::Oid {
+    // SAFETY: a system cache look-up.
+    unsafe { pg_sys::get_relname_relid(c"task_seq".as_ptr(), pg_sys::Oid::from(Instance::here().schema)) }
+}
+
+fn draw(sequence: pg_sys::Oid) -> i64 {
+    // SAFETY: a call of PostgreSQL behind its guard; the owner's rights are in force.
+    unsafe { pg_sys::ffi::pg_guard_ffi_boundary(|| nextval_internal(sequence, true)) }
 }
 
 /// The next number of the order of tasks.
 pub fn next_seq() -> i64 {
-    // SAFETY: reads a sequence of the extension's own; the owner's rights are in force.
-    unsafe {
-        let sequence = pg_sys::get_relname_relid(c"task_seq".as_ptr(), pg_sys::Oid::from(Instance::here().schema));
-        pgrx::direct_function_call::<i64>(pg_sys::nextval_oid, &[arg(sequence)]).unwrap_or_default()
-    }
+    draw(sequence())
 }
 
 /// Puts a task that is being enqueued for that agent at the end of its line.
@@ -142,6 +158,42 @@ pub fn new_to_ready(session: &Session, name: &str, ticket: &Ticket, agent: Optio
     }
     heads::lower(Instance::here(), ticket.lane, ticket.priority, seq);
     changed(session, name, ticket, "ready", None);
+}
+
+/// Tasks that are being enqueued, on their way to the end of their lines.
+pub struct NewReady<'a> {
+    session: &'a Session,
+    name: &'a str,
+    queue: Param,
+    sequence: pg_sys::Oid,
+    events: bool,
+    batch: Option<Batch>,
+}
+
+impl<'a> NewReady<'a> {
+    /// About `expected` of them.
+    pub fn new(session: &'a Session, name: &'a str, queue: &Queue, expected: usize) -> Self {
+        let batch = ready::TABLE.open(pg_sys::RowExclusiveLock).map(|table| Batch::new(table, expected));
+        NewReady { session, name, queue: arg(name), sequence: sequence(), events: queue.events, batch }
+    }
+
+    /// Adds one, as [`new_to_ready`] does.
+    pub fn push(&mut self, ticket: &Ticket, agent: Option<&str>) {
+        let Some(batch) = &mut self.batch else { return new_to_ready(self.session, self.name, ticket, agent) };
+        let seq = draw(self.sequence);
+        batch.push(ticket.params_of(self.queue).into_iter().chain([arg(seq), arg(agent)]));
+        heads::lower(Instance::here(), ticket.lane, ticket.priority, seq);
+        if self.events {
+            changed(self.session, self.name, ticket, "ready", None);
+        }
+    }
+
+    /// Writes them.
+    pub fn write(self) {
+        if let Some(batch) = self.batch {
+            batch.write();
+        }
+    }
 }
 
 /// Puts a task at the end of its line.
@@ -223,24 +275,44 @@ pub struct Attempt<'a> {
 /// Writes the row of an ended attempt and has its budgets and its group's share released and settled at commit: this is the one place where that happens. One that ended `released`
 /// or `snoozed` is as if it had never begun, so its row names no budget.
 pub fn attempt(session: &Session, name: &str, attempt: &Attempt, ended: &str, at: Instant, error: Option<&str>, usage: &Usage) {
+    let row = attempt_row(session, name, arg(name), attempt, arg(ended), at, arg(error), usage, matches!(ended, "released" | "snoozed"));
+    match ATTEMPTS.to_write(session, attempt.id) {
+        Some(table) => table.insert(row.into_iter().chain(stamp())),
+        None => {
+            history::write(session, &ATTEMPT, attempt.id, &row);
+        }
+    }
+}
+
+/// The row of an attempt that has ended, once its budgets and its group's share are noted to be settled.
+fn attempt_row(
+    session: &Session,
+    name: &str,
+    queue: Param,
+    attempt: &Attempt,
+    ended: Param,
+    at: Instant,
+    error: Param,
+    usage: &Usage,
+    released: bool,
+) -> [Param; 23] {
     let [run_id, trace_id, model, input, cached, output, model_cost, compute_cost, confidence, meta] = usage.params();
-    let released = matches!(ended, "released" | "snoozed");
     let charged = attempt.held.map(|held| live::settle(session, name, held, attempt.started_at, at, released, usage.used()));
     if let Some(charged) = attempt.share {
         shares::settle(session, name, attempt.lane, charged, released, usage.used());
     }
     let kept = attempt.held.filter(|_| !released);
-    let row = [
-        arg(name),
+    [
+        queue,
         arg(attempt.id),
         arg(attempt.attempt),
         arg(attempt.lease),
         arg(attempt.started_at),
         arg(at),
-        arg(ended),
+        ended,
         arg(attempt.worker),
         arg(attempt.heartbeat_gap),
-        arg(error),
+        error,
         run_id,
         trace_id,
         model,
@@ -254,13 +326,77 @@ pub fn attempt(session: &Session, name: &str, attempt: &Attempt, ended: &str, at
         arg(kept.map(|held| held.budgets.clone())),
         arg(kept.map(|held| held.reserved.clone())),
         arg(charged.filter(|_| !released)),
-    ];
-    match ATTEMPTS.to_write(session, attempt.id) {
-        Some(table) => table.insert(row.into_iter().chain(stamp())),
-        None => {
+    ]
+}
+
+/// Attempts of different tasks that ended as completed, and with them their tasks.
+pub struct Completions<'a> {
+    session: &'a Session,
+    name: &'a str,
+    queue: &'a Queue,
+    at: Instant,
+    /// Texts that stand in every row.
+    words: [Param; 2],
+    stamp: [Param; 2],
+    attempts: LeafBatch,
+    outcomes: LeafBatch,
+    ended: Vec<(pgrx::Uuid, i32)>,
+}
+
+impl<'a> Completions<'a> {
+    /// About `expected` of them.
+    pub fn new(session: &'a Session, name: &'a str, queue: &'a Queue, at: Instant, expected: usize) -> Self {
+        let words = [arg(name), arg(COMPLETED)];
+        let (attempts, outcomes) = (ATTEMPTS.batch(expected), OUTCOMES.batch(expected));
+        Completions { session, name, queue, at, words, stamp: stamp(), attempts, outcomes, ended: Vec::with_capacity(expected) }
+    }
+
+    /// Adds one, as [`attempt`] and [`outcome_of_batch`] do.
+    pub fn push(&mut self, attempt: &Attempt, usage: &Usage, result: Option<RawJsonb>) {
+        let Completions { session, at, words: [queue, completed], .. } = *self;
+        let row = attempt_row(session, self.name, queue, attempt, completed, at, None, usage, false);
+        if !self.attempts.push(session, attempt.id, row.into_iter().chain(self.stamp)) {
             history::write(session, &ATTEMPT, attempt.id, &row);
         }
+        let row = [queue, arg(attempt.id), completed, arg(attempt.attempt), arg(attempt.lease), arg(at), None, arg(result)];
+        if !self.outcomes.push(session, attempt.id, row.into_iter().chain(self.stamp)) {
+            history::write_latest(session, &OUTCOME, attempt.id, &row);
+        }
+        self.ended.push((attempt.id, attempt.attempt));
     }
+
+    /// Writes them. Tasks whose end others wait for are put among `ends`.
+    pub fn write(self, ends: &mut Vec<End<'static>>) {
+        let Completions { session, name, queue, attempts, outcomes, ended, .. } = self;
+        attempts.write();
+        outcomes.write();
+        let end = |id| End { id, outcome: COMPLETED, turn: true };
+        if queue.strict_groups {
+            ends.extend(ended.iter().map(|(id, _)| end(*id)));
+        } else {
+            let ids: Vec<pgrx::Uuid> = ended.iter().map(|(id, _)| *id).collect();
+            ends.extend(depended_on(self.words[0], &ids).unwrap_or(ids).into_iter().map(end));
+        }
+        if queue.events {
+            for (id, attempt) in ended {
+                task_events::record(session, name, &Change { id, status: COMPLETED, attempt, worker: None, why: None });
+            }
+        }
+        announce(queue, 0);
+    }
+}
+
+/// Those of the tasks, in the order of their ids, on which others depend. `None` where that cannot be looked up here: [`leave::follow`] then finds out.
+fn depended_on(queue: Param, ids: &[pgrx::Uuid]) -> Option<Vec<pgrx::Uuid>> {
+    let table = dependencies::TABLE.open(pg_sys::AccessShareLock)?;
+    let mut found = Vec::new();
+    let mut look = || {
+        table.find_all(&dependencies::KEY, queue, dependencies::ON_ID, ids, |at, row| {
+            found.extend(row.is_some().then(|| ids[at]));
+            true
+        })
+    };
+    (table.is_empty() || look()).then_some(found)
 }
 
 /// The columns by which what finished is added up once: the defaults of `incarnation` and `xact`.
@@ -269,6 +405,8 @@ fn stamp() -> [Param; 2] {
     let xact = unsafe { pg_sys::GetTopFullTransactionId() }.value;
     [arg(roll_up::incarnation()), Some(pg_sys::Datum::from(xact))]
 }
+
+const COMPLETED: &str = "completed";
 
 /// How a task finished.
 #[derive(Clone, Copy)]
