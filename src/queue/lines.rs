@@ -10,27 +10,27 @@ use std::cell::Cell;
 /// The priorities that have rows in a lane, each found by one descent of the index.
 static PRIORITIES: Statement = Statement::new(
     c"with recursive found as (
-            (select r.priority from stint.place_ready r where r.queue = $1 and r.lane = $2 order by r.priority desc limit 1)
+            (select r.priority from stint.place_ready r where r.lane = $1 order by r.priority desc limit 1)
             union all
             select (select n.priority
                     from stint.place_ready n
-                    where n.queue = $1 and n.lane = $2 and n.priority < found.priority
+                    where n.lane = $1 and n.priority < found.priority
                     order by n.priority desc
                     limit 1)
             from found
             where found.priority is not null)
       select found.priority from found where found.priority is not null",
-    &[pg_sys::TEXTOID, pg_sys::INT4OID],
+    &[pg_sys::INT4OID],
 );
 
 /// The first row of a priority that a plain read shows, from its head on.
 static FIRST: Statement = Statement::new(
     c"select r.seq
       from stint.place_ready r
-      where r.queue = $1 and r.lane = $2 and r.priority = $3 and r.seq >= $4
+      where r.lane = $1 and r.priority = $2 and r.seq >= $3
       order by r.seq
       limit 1",
-    &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID],
+    &[pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID],
 );
 
 /// Rows taken from a lane, by claims that may not raise heads themselves, after which these are worth raising: so many dead entries a claim walks at the most,
@@ -55,7 +55,7 @@ impl Start {
 }
 
 /// Where each priority of a lane that has rows begins, highest first.
-pub fn heads(session: &Session, name: &str, lane: i32) -> Start {
+pub fn heads(session: &Session, lane: i32) -> Start {
     let shared = shmem::required();
     let instance = Instance::here();
     let line = heads::look(shared, instance, lane);
@@ -66,11 +66,11 @@ pub fn heads(session: &Session, name: &str, lane: i32) -> Start {
         if line.taken < WORTH_RAISING || live.is_empty() || !may_rise {
             return Start { heads: live, generation };
         }
-        let found = first_rows(session, name, lane, &live);
+        let found = first_rows(session, lane, &live);
         heads::rise(shared, instance, lane, line.generation, &found, false);
         return Start { heads: found.into_iter().filter(|head| head.at != NOTHING).collect(), generation };
     }
-    let rows = session.run(&PRIORITIES, &[arg(name), arg(lane)]);
+    let rows = session.run(&PRIORITIES, &[arg(lane)]);
     // A priority that stands in the entry but has no rows must not stay at a head of its own making: it ends with NOTHING.
     let mut found: Vec<Head> = (0..rows.len()).map(|at| Head { priority: rows.must(at, 1), at: 0 }).collect();
     if may_rise {
@@ -82,17 +82,17 @@ pub fn heads(session: &Session, name: &str, lane: i32) -> Start {
     Start { heads: found, generation: may_rise.then_some(line.generation) }
 }
 
-fn first_rows(session: &Session, name: &str, lane: i32, from: &[Head]) -> Vec<Head> {
+fn first_rows(session: &Session, lane: i32, from: &[Head]) -> Vec<Head> {
     from.iter()
         .map(|head| {
-            let row = session.run(&FIRST, &[arg(name), arg(lane), arg(head.priority), arg(head.at)]);
+            let row = session.run(&FIRST, &[arg(lane), arg(head.priority), arg(head.at)]);
             Head { at: if row.is_empty() { NOTHING } else { row.must(0, 1) }, ..*head }
         })
         .collect()
 }
 
 /// After a claim found nothing in a lane: if nothing is there at all, the next claim need not look.
-pub fn exhausted(session: &Session, name: &str, lane: i32) {
+pub fn exhausted(session: &Session, lane: i32) {
     let shared = shmem::required();
     let instance = Instance::here();
     let line = heads::look(shared, instance, lane);
@@ -101,7 +101,7 @@ pub fn exhausted(session: &Session, name: &str, lane: i32) {
     }
     let live: Vec<Head> = line.heads.iter().filter(|head| head.at != NOTHING).copied().collect();
     if !live.is_empty() {
-        let found = first_rows(session, name, lane, &live);
+        let found = first_rows(session, lane, &live);
         heads::rise(shared, instance, lane, line.generation, &found, false);
     }
 }
