@@ -51,7 +51,7 @@ null where nothing is remembered. Read by stint.fair_shares. Use in FROM.';
 
 CREATE VIEW stint.fair_shares AS
 SELECT q.queue, u.group_key COLLATE "C" AS group_key, coalesce(w.weight, 1) AS weight, u.tokens, u.virtual_time,
-       (SELECT count(*) FROM stint.lanes l JOIN stint.place_ready r ON r.queue = l.queue AND r.lane = l.lane
+       (SELECT count(*) FROM stint.lanes l JOIN stint.place_ready r ON r.lane = l.lane
         WHERE l.queue = q.queue AND l.group_key IS NOT DISTINCT FROM u.group_key) AS ready,
        (SELECT count(*) FROM stint.lanes l JOIN stint.place_running r ON r.queue = l.queue AND r.lane = l.lane
         WHERE l.queue = q.queue AND l.group_key IS NOT DISTINCT FROM u.group_key) AS running

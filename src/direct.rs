@@ -96,6 +96,8 @@ mod raw {
         pub fn PopActiveSnapshot();
         pub fn RelationGetNumberOfBlocksInFork(relation: Relation, fork: ForkNumber::Type) -> BlockNumber;
         pub fn ProcessInterrupts();
+        pub fn TransactionIdIsCurrentTransactionId(xid: TransactionId) -> bool;
+        pub fn XidInMVCCSnapshot(xid: TransactionId, snapshot: Snapshot) -> bool;
         pub fn datumCopy(value: Datum, by_value: bool, length: c_int) -> Datum;
     }
 }
@@ -601,8 +603,9 @@ impl Scan<'_> {
             guarded(|| {
                 let mut failure: pg_sys::TM_FailureData = std::mem::zeroed();
                 let tid = &raw mut (*slot).tts_tid;
-                let locked = !wait && claimed_by_somebody(slot);
-                if locked && !may_lock(relation, tid, &mut failure) {
+                let holder = if wait { Holder::Nobody } else { holder(slot, raw::GetActiveSnapshot()) };
+                let locked = holder == Holder::Unclear;
+                if holder == Holder::Another || locked && !may_lock(relation, tid, &mut failure) {
                     return pg_sys::TM_Result::TM_WouldBlock;
                 }
                 // For a row that this transaction has locked itself there is nothing to wait for, but that has to be looked at.
@@ -657,16 +660,31 @@ impl Row for Scan<'_> {
     }
 }
 
-/// Whether somebody locks or deletes the row, or did, as far as can be seen in passing.
+/// Who locks or deletes a row, as far as can be seen in passing.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Holder {
+    Nobody,
+    /// A transaction that was under way when the snapshot was taken. Had it ended since, the row would be gone, or one to be found by whoever looks next.
+    Another,
+    /// This transaction, several, or one that ended.
+    Unclear,
+}
+
+/// Who holds the row. Claims meet each other's rows all the time: to ask the lock manager about each would cost several times what taking a row does.
 ///
 /// # Safety
-/// Within [`guarded`]; the slot holds a row of a heap.
-unsafe fn claimed_by_somebody(slot: *mut pg_sys::TupleTableSlot) -> bool {
-    // SAFETY: the slot of a heap's index scan starts with a HeapTupleTableSlot, whose tuple lies in a pinned page.
+/// Within [`guarded`]; the slot holds a row of a heap that the snapshot shows.
+unsafe fn holder(slot: *mut pg_sys::TupleTableSlot, snapshot: pg_sys::Snapshot) -> Holder {
+    // SAFETY: the slot of a heap's index scan starts with a HeapTupleTableSlot, whose tuple lies in a pinned page; the words read are read whole.
     unsafe {
-        let tuple = (*slot.cast::<pg_sys::HeapTupleTableSlot>()).tuple;
-        let marks = (&raw const (*(*tuple).t_data).t_infomask).read_volatile();
-        u32::from(marks) & pg_sys::HEAP_XMAX_INVALID == 0
+        let header = (*(*slot.cast::<pg_sys::HeapTupleTableSlot>()).tuple).t_data;
+        let marks = u32::from((&raw const (*header).t_infomask).read_volatile());
+        if marks & pg_sys::HEAP_XMAX_INVALID != 0 {
+            return Holder::Nobody;
+        }
+        let xid = (&raw const (*header).t_choice.t_heap.t_xmax).read_volatile();
+        let one = marks & pg_sys::HEAP_XMAX_IS_MULTI == 0 && !raw::TransactionIdIsCurrentTransactionId(xid);
+        if one && raw::XidInMVCCSnapshot(xid, snapshot) { Holder::Another } else { Holder::Unclear }
     }
 }
 

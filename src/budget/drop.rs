@@ -20,7 +20,7 @@ static DRAWN: Statement = Statement::new(
             select format('tasks of queue \"%s\"', l.queue)
             from stint.lanes l
             where b.number = any (l.budgets)
-              and (exists (select from stint.place_ready w where w.queue = l.queue and w.lane = l.lane)
+              and (exists (select from stint.place_ready w where w.lane = l.lane)
                    or exists (select from stint.place_scheduled s where s.queue = l.queue and s.lane = l.lane)
                    or exists (select from stint.place_blocked d where d.queue = l.queue and d.lane = l.lane)
                    or exists (select from stint.place_running r where r.queue = l.queue and r.lane = l.lane))

@@ -36,12 +36,12 @@ static TAKE: Statement = Statement::new(
       where r.ctid = any (array(
             select h.ctid
             from stint.place_ready h
-            where h.queue = $1 and h.lane = $2 and h.priority = $3 and h.seq >= $4 and coalesce(h.tokens, 0) <= $6
+            where h.lane = $1 and h.priority = $2 and h.seq >= $3 and coalesce(h.tokens, 0) <= $5
             order by h.seq
-            limit $5
+            limit $4
             for update skip locked))
       returning r.queue, r.id, r.lane, r.priority, r.tokens, r.attempt, r.counted, r.seq, r.agent",
-    &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT8OID, pg_sys::INT8OID],
+    &[pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT8OID, pg_sys::INT8OID],
 );
 
 /// The same for the tasks of one agent, through an index of their own: tasks of other agents are neither walked nor locked, and stay where they are. The lane's
@@ -51,57 +51,57 @@ static TAKE_AGENT: Statement = Statement::new(
       where r.ctid = any (array(
             select h.ctid
             from stint.place_ready h
-            where h.queue = $1 and h.lane = $2 and h.priority = $3 and h.seq >= $4 and h.agent = $7 and coalesce(h.tokens, 0) <= $6
+            where h.lane = $1 and h.priority = $2 and h.seq >= $3 and h.agent = $6 and coalesce(h.tokens, 0) <= $5
             order by h.seq
-            limit $5
+            limit $4
             for update skip locked))
       returning r.queue, r.id, r.lane, r.priority, r.tokens, r.attempt, r.counted, r.seq, r.agent",
-    &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT8OID, pg_sys::INT8OID, pg_sys::TEXTOID],
+    &[pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::INT8OID, pg_sys::INT8OID, pg_sys::TEXTOID],
 );
 
 /// Looks, without locking, at what stands first in a lane's priority for some agents: whose turn it is, one row a task.
 static TURNS: Statement = Statement::new(
     c"select a.agent
-      from unnest($5) as a (agent)
+      from unnest($4) as a (agent)
       cross join lateral (
             select h.seq
             from stint.place_ready h
-            where h.queue = $1 and h.lane = $2 and h.priority = $3 and h.seq >= $4 and h.agent = a.agent and coalesce(h.tokens, 0) <= $7
+            where h.lane = $1 and h.priority = $2 and h.seq >= $3 and h.agent = a.agent and coalesce(h.tokens, 0) <= $6
             order by h.seq
-            limit $6) as r
+            limit $5) as r
       order by r.seq
-      limit $6",
-    &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::TEXTARRAYOID, pg_sys::INT8OID, pg_sys::INT8OID],
+      limit $5",
+    &[pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::TEXTARRAYOID, pg_sys::INT8OID, pg_sys::INT8OID],
 );
 
 /// Looks, without locking, at what stands first in each of the lanes and priorities, from their heads on.
 static FIRST: Statement = Statement::new(
     c"select l.lane, r.tokens, r.agent::text
-      from unnest($2, $3, $4, $6) as l (lane, priority, head, most)
+      from unnest($1, $2, $3, $5) as l (lane, priority, head, most)
       cross join lateral (
             select h.seq, h.tokens, h.agent
             from stint.place_ready h
-            where h.queue = $1 and h.lane = l.lane and h.priority = l.priority and h.seq >= l.head and coalesce(h.tokens, 0) <= l.most
+            where h.lane = l.lane and h.priority = l.priority and h.seq >= l.head and coalesce(h.tokens, 0) <= l.most
             order by h.seq
-            limit $5) as r
+            limit $4) as r
       order by l.priority desc, r.seq",
-    &[pg_sys::TEXTOID, pg_sys::INT4ARRAYOID, pg_sys::INT4ARRAYOID, pg_sys::INT8ARRAYOID, pg_sys::INT8OID, pg_sys::INT8ARRAYOID],
+    &[pg_sys::INT4ARRAYOID, pg_sys::INT4ARRAYOID, pg_sys::INT8ARRAYOID, pg_sys::INT8OID, pg_sys::INT8ARRAYOID],
 );
 
 /// The same for the tasks of some agents.
 static FIRST_AGENTS: Statement = Statement::new(
     c"select l.lane, r.tokens, r.agent::text
-      from unnest($2, $3, $4, $6) as l (lane, priority, head, most)
-      cross join unnest($7) as a (agent)
+      from unnest($1, $2, $3, $5) as l (lane, priority, head, most)
+      cross join unnest($6) as a (agent)
       cross join lateral (
             select h.seq, h.tokens, h.agent
             from stint.place_ready h
-            where h.queue = $1 and h.lane = l.lane and h.priority = l.priority and h.seq >= l.head and h.agent = a.agent
+            where h.lane = l.lane and h.priority = l.priority and h.seq >= l.head and h.agent = a.agent
               and coalesce(h.tokens, 0) <= l.most
             order by h.seq
-            limit $5) as r
+            limit $4) as r
       order by l.priority desc, r.seq",
-    &[pg_sys::TEXTOID, pg_sys::INT4ARRAYOID, pg_sys::INT4ARRAYOID, pg_sys::INT8ARRAYOID, pg_sys::INT8OID, pg_sys::INT8ARRAYOID, pg_sys::TEXTARRAYOID],
+    &[pg_sys::INT4ARRAYOID, pg_sys::INT4ARRAYOID, pg_sys::INT8ARRAYOID, pg_sys::INT8OID, pg_sys::INT8ARRAYOID, pg_sys::TEXTARRAYOID],
 );
 
 /// Looked up one by one: with `id = any ($2)` a plan made while the table was small reads all tasks of the queue, for as long as it is kept.
@@ -159,20 +159,20 @@ struct Taken {
 pub type Claimed = (pgrx::Uuid, i32, pgrx::Uuid, Option<RawJsonb>, i32, Option<RawText>, Option<i64>, Option<RawJsonb>, Instant, Instant, i64);
 
 /// `most`: tasks that predict more are left.
-fn take(session: &Session, name: &str, (lane, most): (i32, i64), head: Head, max: usize, agents: Option<&[String]>) -> Vec<Taken> {
+fn take(session: &Session, (lane, most): (i32, i64), head: Head, max: usize, agents: Option<&[String]>) -> Vec<Taken> {
     let Some(agents) = agents else {
-        return taken(&session.run(&TAKE, &[arg(name), arg(lane), arg(head.priority), arg(head.at), arg(max as i64), arg(most)]));
+        return taken(&session.run(&TAKE, &[arg(lane), arg(head.priority), arg(head.at), arg(max as i64), arg(most)]));
     };
     // What stood first for one agent may be held by another session: the claim then turns to the others.
     let (mut agents, mut all) = (agents.to_vec(), Vec::new());
     while all.len() < max && !agents.is_empty() {
         let left = (max - all.len()) as i64;
-        let turns = session.run(&TURNS, &[arg(name), arg(lane), arg(head.priority), arg(head.at), arg(agents.clone()), arg(left), arg(most)]);
+        let turns = session.run(&TURNS, &[arg(lane), arg(head.priority), arg(head.at), arg(agents.clone()), arg(left), arg(most)]);
         let mut shares: BTreeMap<String, usize> = BTreeMap::new();
         (0..turns.len()).for_each(|at| *shares.entry(turns.must(at, 1)).or_default() += 1);
         let before = agents.len();
         for (agent, share) in shares {
-            let line = [arg(name), arg(lane), arg(head.priority), arg(head.at), arg(share as i64), arg(most), arg(agent.as_str())];
+            let line = [arg(lane), arg(head.priority), arg(head.at), arg(share as i64), arg(most), arg(agent.as_str())];
             let rows = taken(&session.run(&TAKE_AGENT, &line));
             if rows.len() < share {
                 agents.retain(|other| *other != agent);
@@ -216,14 +216,14 @@ const FARTHER: i64 = 16;
 const FAR: i64 = 65_536;
 
 /// Goes along a line from its head on, without the executor, until `visit` has seen enough. `None` where a statement has to be run instead.
-fn along(table: &Opened, name: &str, lane: i32, head: Head, wanted: usize, mut visit: impl FnMut(&mut Scan) -> bool) -> Option<()> {
-    let [name, lane, priority] = [Condition::text(arg(name)), Condition::int4(lane), Condition::int4(head.priority)];
+fn along(table: &Opened, lane: i32, head: Head, wanted: usize, mut visit: impl FnMut(&mut Scan) -> bool) -> Option<()> {
+    let [lane, priority] = [Condition::int4(lane), Condition::int4(head.priority)];
     let (mut from, mut reach) = (head.at, (wanted as i64).saturating_mul(2).saturating_add(REACH));
     loop {
         let last = reach > FAR || from <= 0;
         let until = from.saturating_add(reach);
-        let conditions = [name, lane, priority, Condition::at_least(from), Condition::below(until)];
-        let mut rows = table.scan(&ready::ORDER, &conditions[..if last { 4 } else { 5 }])?;
+        let conditions = [lane, priority, Condition::at_least(from), Condition::below(until)];
+        let mut rows = table.scan(&ready::ORDER, &conditions[..if last { 3 } else { 4 }])?;
         while rows.advance() {
             if visit(&mut rows) {
                 return Some(());
@@ -237,10 +237,10 @@ fn along(table: &Opened, name: &str, lane: i32, head: Head, wanted: usize, mut v
 }
 
 /// The first row of a line from its head on, but for those that open transactions are taking, without the executor. `None` where a statement has to be run.
-pub fn first_to_stay(name: &str, lane: i32, head: Head) -> Option<Option<i64>> {
+pub fn first_to_stay(lane: i32, head: Head) -> Option<Option<i64>> {
     let table = ready::TABLE.open(pg_sys::AccessShareLock)?;
     let mut first = None;
-    along(&table, name, lane, head, 1, |row| {
+    along(&table, lane, head, 1, |row| {
         first = row.get(ready::SEQ).filter(|_| !row.leaving());
         first.is_some()
     })?;
@@ -249,10 +249,10 @@ pub fn first_to_stay(name: &str, lane: i32, head: Head) -> Option<Option<i64>> {
 
 /// As [`TAKE`], without the executor; `None` where the statement has to be run. Each row is deleted as it is met, without being locked before. Returns with the
 /// rows where the line now begins: at the first row it met that stays, whoever holds it, or else at the last one it took.
-fn take_directly(name: &str, (lane, most): (i32, i64), head: Head, max: usize) -> Option<(Vec<Taken>, i64)> {
+fn take_directly((lane, most): (i32, i64), head: Head, max: usize) -> Option<(Vec<Taken>, i64)> {
     let table = ready::TABLE.open(pg_sys::RowExclusiveLock)?;
     let (mut all, mut stays) = (Vec::new(), None);
-    along(&table, name, lane, head, max, |row| {
+    along(&table, lane, head, max, |row| {
         // One that another session changed meanwhile is passed over like one that it holds.
         if row.get::<i64>(ready::TOKENS).unwrap_or(0) <= most && row.delete(false) == Deleted::Here {
             all.push(taken_row(row));
@@ -278,9 +278,9 @@ struct Line {
 type First = (i32, Option<i64>, Option<String>);
 
 /// The first tasks of each line, for some agents only where these are given: highest priority first, then by seq.
-fn first(session: &Session, name: &str, lines: &[Line], depth: usize, agents: Option<&[String]>) -> Vec<First> {
+fn first(session: &Session, lines: &[Line], depth: usize, agents: Option<&[String]>) -> Vec<First> {
     if agents.is_none()
-        && let Some(found) = first_directly(name, lines, depth)
+        && let Some(found) = first_directly(lines, depth)
     {
         return found;
     }
@@ -288,7 +288,7 @@ fn first(session: &Session, name: &str, lines: &[Line], depth: usize, agents: Op
     let priorities: Vec<i32> = lines.iter().map(|line| line.head.priority).collect();
     let starts: Vec<i64> = lines.iter().map(|line| line.head.at).collect();
     let most: Vec<i64> = lines.iter().map(|line| line.most).collect();
-    let params = [arg(name), arg(lanes), arg(priorities), arg(starts), arg(depth as i64), arg(most)];
+    let params = [arg(lanes), arg(priorities), arg(starts), arg(depth as i64), arg(most)];
     let rows = match agents {
         None => session.run(&FIRST, &params),
         Some(agents) => session.run(&FIRST_AGENTS, &[params.as_slice(), &[arg(agents.to_vec())]].concat()),
@@ -297,12 +297,12 @@ fn first(session: &Session, name: &str, lines: &[Line], depth: usize, agents: Op
 }
 
 /// As [`FIRST`], without the executor.
-fn first_directly(name: &str, lines: &[Line], depth: usize) -> Option<Vec<First>> {
+fn first_directly(lines: &[Line], depth: usize) -> Option<Vec<First>> {
     let table = ready::TABLE.open(pg_sys::AccessShareLock)?;
     let mut found = Vec::new();
     for line in lines {
         let mut left = depth;
-        along(&table, name, line.lane, line.head, depth, |row| {
+        along(&table, line.lane, line.head, depth, |row| {
             let tokens: Option<i64> = row.get(ready::TOKENS);
             if tokens.unwrap_or(0) <= line.most {
                 let place = (std::cmp::Reverse(line.head.priority), row.must::<i64>(ready::SEQ));
@@ -317,18 +317,18 @@ fn first_directly(name: &str, lines: &[Line], depth: usize) -> Option<Vec<First>
 }
 
 /// Takes at most `max` rows of a lane in their order.
-fn take_lane(session: &Session, name: &str, (lane, most): (i32, i64), max: usize, agents: Option<&[String]>) -> Vec<Taken> {
-    let start = lines::heads(session, name, lane);
+fn take_lane(session: &Session, (lane, most): (i32, i64), max: usize, agents: Option<&[String]>) -> Vec<Taken> {
+    let start = lines::heads(session, lane);
     let (mut taken, mut seen) = (Vec::new(), Vec::new());
     for head in &start.heads {
         let before = taken.len();
         let left = max - before;
-        match agents.is_none().then(|| take_directly(name, (lane, most), *head, left)).flatten() {
+        match agents.is_none().then(|| take_directly((lane, most), *head, left)).flatten() {
             Some((rows, begins)) => {
                 taken.extend(rows);
                 seen.push(Head { at: begins, ..*head });
             }
-            None => taken.extend(take(session, name, (lane, most), *head, left, agents)),
+            None => taken.extend(take(session, (lane, most), *head, left, agents)),
         }
         if let Some(first) = taken[before..].iter().map(|row: &Taken| row.seq).min() {
             shmem::heads::taken(Instance::here(), lane, head.priority, first);
@@ -343,7 +343,7 @@ fn take_lane(session: &Session, name: &str, (lane, most): (i32, i64), max: usize
             shmem::heads::took(shmem::required(), Instance::here(), lane, taken.len());
         }
     } else if seen.len() < start.heads.len() {
-        lines::exhausted(session, name, lane);
+        lines::exhausted(session, lane);
     }
     sort(&mut taken);
     taken
@@ -357,7 +357,7 @@ fn sort(taken: &mut [Taken]) {
 /// Takes at most `max` tasks, reserving their budgets.
 fn take_any(session: &Session, name: &str, queue: &Queue, wish: &Wish) -> Vec<Taken> {
     match queue.lanes.as_slice() {
-        [only] if only.draws.is_empty() && !queue.fair => take_lane(session, name, (only.lane, i64::MAX), wish.max, wish.agents.as_deref()),
+        [only] if only.draws.is_empty() && !queue.fair => take_lane(session, (only.lane, i64::MAX), wish.max, wish.agents.as_deref()),
         _ => take_several(session, name, queue, wish),
     }
 }
@@ -441,7 +441,7 @@ fn take_round(
     };
     let mut heads: Vec<(usize, Head)> = Vec::new();
     for (at, (lane, glimpse)) in open.iter().enumerate() {
-        let of_lane = lines::heads(session, name, lane.lane).heads;
+        let of_lane = lines::heads(session, lane.lane).heads;
         if of_lane.is_empty() {
             remember_empty(lane, *glimpse, now);
         }
@@ -453,7 +453,7 @@ fn take_round(
     let lines: Vec<Line> =
         heads.iter().map(|(at, head)| Line { lane: open[*at].0.lane, most: queue.most_tokens(open[*at].0), head: *head }).collect();
     let agents = wish.agents.as_deref();
-    let first = first(session, name, &lines, depth, agents);
+    let first = first(session, &lines, depth, agents);
     let by_number: HashMap<i32, usize> = open.iter().enumerate().map(|(at, (lane, _))| (lane.lane, at)).collect();
     let candidates: Vec<Candidate> = first
         .iter()
@@ -469,7 +469,7 @@ fn take_round(
     let look_at = if agents.is_none() { open.len() } else { usize::from(turns.is_some()) };
     for at in (0..open.len()).filter(|at| seen[*at] == 0 && heads.iter().any(|(of, _)| of == at)).take(look_at) {
         let (lane, glimpse) = open[at];
-        lines::exhausted(session, name, lane.lane);
+        lines::exhausted(session, lane.lane);
         if agents.is_none() {
             remember_empty(lane, glimpse, now);
         }
@@ -524,7 +524,7 @@ fn take_round(
     admitted.iter().for_each(|index| promised[candidates[*index].lane].push(candidates[*index]));
     let mut all = Vec::with_capacity(admitted.len());
     for (at, (lane, _)) in open.iter().enumerate().filter(|(at, _)| !promised[*at].is_empty()) {
-        let mut rows = take_lane(session, name, (lane.lane, queue.most_tokens(lane)), promised[at].len(), agents);
+        let mut rows = take_lane(session, (lane.lane, queue.most_tokens(lane)), promised[at].len(), agents);
         shmem::heads::stir(instance, lane.lane);
         rows.iter_mut().for_each(|row| row.tokens = queue.corrected(lane, row.ticket.tokens, row.agent.as_deref()));
         let waiting: Vec<Candidate> = rows.iter().map(|row| Candidate { lane: 0, tokens: row.tokens }).collect();

@@ -44,9 +44,9 @@ static LOOK: LeafStatement = LeafStatement::new(
 static AHEAD: Statement = Statement::new(
     c"select count(*)
       from (select from stint.place_ready a
-            where a.queue = $1 and a.lane = $2 and (a.priority > $3 or a.priority = $3 and a.seq < $4)
+            where a.lane = $1 and (a.priority > $2 or a.priority = $2 and a.seq < $3)
             limit 1000) as ahead",
-    &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID],
+    &[pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID],
 );
 
 fn seconds(micros: i64) -> String {
@@ -113,7 +113,7 @@ fn shortage(budget: &Budget, usage: Usage, window: &Window, tokens: Option<i64>,
 fn why_ready(session: &Session, name: &str, row: &Rows) -> String {
     let (lane, priority, seq): (i32, i32, i64) = (row.must(0, 1), row.must(0, 2), row.must(0, 3));
     let queue = config::for_claim(session, name, &config::find(session, name));
-    let ahead: i64 = session.run(&AHEAD, &[arg(name), arg(lane), arg(priority), arg(seq)]).must(0, 1);
+    let ahead: i64 = session.run(&AHEAD, &[arg(lane), arg(priority), arg(seq)]).must(0, 1);
     let mut reasons: Vec<String> = Vec::new();
     if queue.paused {
         reasons.push("the queue is paused".to_string());

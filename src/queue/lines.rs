@@ -11,28 +11,28 @@ use std::cell::Cell;
 /// The priorities that have rows in a lane, each found by one descent of the index, and the first row of each.
 static PRIORITIES: Statement = Statement::new(
     c"with recursive found as (
-            (select r.priority, r.seq from stint.place_ready r where r.queue = $1 and r.lane = $2 order by r.priority desc, r.seq limit 1)
+            (select r.priority, r.seq from stint.place_ready r where r.lane = $1 order by r.priority desc, r.seq limit 1)
             union all
             select n.priority, n.seq
             from found
             cross join lateral (
                   select m.priority, m.seq
                   from stint.place_ready m
-                  where m.queue = $1 and m.lane = $2 and m.priority < found.priority
+                  where m.lane = $1 and m.priority < found.priority
                   order by m.priority desc, m.seq
                   limit 1) as n)
       select found.priority, found.seq from found",
-    &[pg_sys::TEXTOID, pg_sys::INT4OID],
+    &[pg_sys::INT4OID],
 );
 
 /// The first row of a priority that a plain read shows, from its head on.
 static FIRST: Statement = Statement::new(
     c"select r.seq
       from stint.place_ready r
-      where r.queue = $1 and r.lane = $2 and r.priority = $3 and r.seq >= $4
+      where r.lane = $1 and r.priority = $2 and r.seq >= $3
       order by r.seq
       limit 1",
-    &[pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID],
+    &[pg_sys::INT4OID, pg_sys::INT4OID, pg_sys::INT8OID],
 );
 
 /// Rows taken from a lane, by claims that may not raise heads themselves, after which these are worth raising: so many dead entries a claim walks at the most,
@@ -57,7 +57,7 @@ impl Start {
 }
 
 /// Where each priority of a lane that has rows begins, highest first.
-pub fn heads(session: &Session, name: &str, lane: i32) -> Start {
+pub fn heads(session: &Session, lane: i32) -> Start {
     let shared = shmem::required();
     let instance = Instance::here();
     let may_rise = heads::may_tell(shared);
@@ -69,7 +69,7 @@ pub fn heads(session: &Session, name: &str, lane: i32) -> Start {
         }
     }
     let line = heads::look_long(shared, instance, lane, may_rise);
-    let found = if line.complete { raise(session, name, lane, &line) } else { find(session, name, lane, &line, may_rise) };
+    let found = if line.complete { raise(session, lane, &line) } else { find(session, lane, &line, may_rise) };
     let mut heads: Vec<Head> = found.into_iter().filter(|head| head.at != NOTHING).collect();
     heads.sort_unstable_by_key(|head| std::cmp::Reverse(head.priority));
     Start { heads, look: may_rise.then_some(line.look) }
@@ -80,8 +80,8 @@ fn live(line: &heads::Line) -> Vec<Head> {
 }
 
 /// Looks for every priority there is, from the very beginning.
-fn find(session: &Session, name: &str, lane: i32, line: &heads::Line, may_rise: bool) -> Vec<Head> {
-    let rows = session.run(&PRIORITIES, &[arg(name), arg(lane)]);
+fn find(session: &Session, lane: i32, line: &heads::Line, may_rise: bool) -> Vec<Head> {
+    let rows = session.run(&PRIORITIES, &[arg(lane)]);
     let mut found: Vec<Head> = rows.iter().map(|row| Head { priority: row.must(0), at: row.must(1) }).collect();
     if may_rise {
         // A priority that stands in the entry but has no rows must not stay at a head of its own making: it ends with NOTHING.
@@ -94,10 +94,10 @@ fn find(session: &Session, name: &str, lane: i32, line: &heads::Line, may_rise: 
 }
 
 /// Looks for the first row of each priority from its head on, however far that is, and raises the heads to them.
-fn raise(session: &Session, name: &str, lane: i32, line: &heads::Line) -> Vec<Head> {
+fn raise(session: &Session, lane: i32, line: &heads::Line) -> Vec<Head> {
     let first = |head: Head| {
-        let at = claim::first_to_stay(name, lane, head).unwrap_or_else(|| {
-            let row = session.run(&FIRST, &[arg(name), arg(lane), arg(head.priority), arg(head.at)]);
+        let at = claim::first_to_stay(lane, head).unwrap_or_else(|| {
+            let row = session.run(&FIRST, &[arg(lane), arg(head.priority), arg(head.at)]);
             row.iter().next().map(|row| row.must(0))
         });
         Head { at: at.unwrap_or(NOTHING), ..head }
@@ -108,13 +108,13 @@ fn raise(session: &Session, name: &str, lane: i32, line: &heads::Line) -> Vec<He
 }
 
 /// After a claim found nothing in a lane: if nothing is there at all, the next claim need not look.
-pub fn exhausted(session: &Session, name: &str, lane: i32) {
+pub fn exhausted(session: &Session, lane: i32) {
     let shared = shmem::required();
     let instance = Instance::here();
     let line = heads::look(shared, instance, lane);
     if line.complete && heads::may_tell(shared) && !live(&line).is_empty() {
         let line = heads::look_long(shared, instance, lane, true);
-        raise(session, name, lane, &line);
+        raise(session, lane, &line);
     }
 }
 

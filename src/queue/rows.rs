@@ -24,7 +24,6 @@ pub mod ready {
             ("agent", pg_sys::TEXTOID),
         ],
     );
-    pub const QUEUE: usize = 0;
     pub const ID: usize = 1;
     pub const LANE: usize = 2;
     pub const PRIORITY: usize = 3;
@@ -34,7 +33,7 @@ pub mod ready {
     pub const SEQ: usize = 7;
     pub const AGENT: usize = 8;
     /// The index that claims go along.
-    pub const ORDER: [usize; 4] = [QUEUE, LANE, PRIORITY, SEQ];
+    pub const ORDER: [usize; 3] = [LANE, PRIORITY, SEQ];
 }
 
 /// `stint.place_blocked`.

@@ -98,7 +98,7 @@ static IDLE: Statement = Statement::new(
       left join used u on u.lane = l.lane
       where l.group_key is not null and u.lane is null
         and (l.closed is null or l.closed > '0' and l.closed <= pg_catalog.pg_snapshot_xmin(pg_catalog.pg_current_snapshot()))
-        and (select true from stint.place_ready w where w.queue = l.queue and w.lane = l.lane limit 1) is null",
+        and (select true from stint.place_ready w where w.lane = l.lane limit 1) is null",
     &[],
 );
 
