@@ -262,9 +262,10 @@ CREATE TABLE stint.task_outcomes (
     finished_at     timestamptz NOT NULL,
     error           text,
     result          jsonb,
-    incarnation     int NOT NULL DEFAULT stint.incarnation(),
-    xact            xid8 NOT NULL DEFAULT pg_catalog.pg_current_xact_id()
+    incarnation     int DEFAULT stint.incarnation(),
+    xact            xid8 DEFAULT pg_catalog.pg_current_xact_id()
 ) PARTITION BY LIST (get_byte(uuid_send(id), 15));
+COMMENT ON COLUMN stint.task_outcomes.xact IS 'Null where an attempt that ended completed came with the outcome: accounting finds the task by that one';
 COMMENT ON TABLE stint.task_outcomes IS 'How each finished task ended; insert-only, but for a retry, which moves the row to stint.task_retries';
 
 -- What stint.retry took back. The attempts up to this one no longer count against max_attempts.

@@ -142,7 +142,10 @@ CROSS JOIN LATERAL (
     UNION ALL
     SELECT r.* FROM pg_catalog.pg_snapshot_xip(e.snapshot) x
     CROSS JOIN LATERAL (SELECT t.* FROM stint.task_outcomes t WHERE t.incarnation = e.incarnation AND t.xact = x OFFSET 0) r
-) o;
+) o
+UNION ALL
+-- A completed attempt is the last of its task and stands for the outcome that came with it, which so needs no index entry of its own.
+SELECT a.queue, a.id, a.ended, a.attempt, a.ended_at FROM stint.new_attempts a WHERE a.ended = 'completed';
 COMMENT ON VIEW stint.new_outcomes IS 'For accounting: outcomes that are not added up yet';
 
 CREATE VIEW stint.new_bills AS
@@ -246,8 +249,9 @@ FROM stint.new_bills u
 CROSS JOIN LATERAL (SELECT t.* FROM stint.task_outcomes t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) LIMIT 1) o
 CROSS JOIN LATERAL (SELECT t.ended FROM stint.task_attempts t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) AND t.attempt = u.attempt LIMIT 1) a
 CROSS JOIN LATERAL (SELECT t.agent FROM stint.task_facts t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) LIMIT 1) f
-LEFT JOIN LATERAL (SELECT t.model FROM stint.task_attempts t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) AND t.attempt = o.attempt LIMIT 1) l ON true
-WHERE NOT EXISTS (SELECT FROM stint.open_epochs p WHERE p.incarnation = o.incarnation AND NOT pg_catalog.pg_visible_in_snapshot(o.xact, p.snapshot));
+LEFT JOIN LATERAL (SELECT t.model, t.incarnation, t.xact FROM stint.task_attempts t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) AND t.attempt = o.attempt LIMIT 1) l ON true
+WHERE NOT EXISTS (SELECT FROM stint.open_epochs p
+                  WHERE p.incarnation = coalesce(o.incarnation, l.incarnation) AND NOT pg_catalog.pg_visible_in_snapshot(coalesce(o.xact, l.xact), p.snapshot));
 COMMENT ON VIEW stint.task_tail IS 'For accounting: what the next roll-up adds to task_rollups, one row for each finished task, each late usage of one, and, below zero, each one taken back';
 
 CREATE FUNCTION stint.roll_up() RETURNS TABLE (attempts bigint, tasks bigint)

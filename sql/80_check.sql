@@ -69,6 +69,11 @@ AS $$
     FROM stint.task_outcomes o LEFT JOIN ended e ON e.queue = o.queue AND e.id = o.id
     WHERE o.attempt <> coalesce(e.last, 0)
     UNION ALL
+    SELECT 'accounting finds each finished task once', o.queue, o.id, o.outcome || CASE WHEN o.xact IS NULL THEN ', not at all' ELSE ', twice' END
+    FROM stint.task_outcomes o
+    LEFT JOIN stint.task_attempts a ON a.queue = o.queue AND a.id = o.id AND a.attempt = o.attempt AND a.ended = 'completed'
+    WHERE (o.xact IS NULL) <> (a.id IS NOT NULL)
+    UNION ALL
     SELECT 'an outcome and the end of an attempt are known words', x.queue, x.id, x.word
     FROM (SELECT o.queue, o.id, o.outcome AS word FROM stint.task_outcomes o WHERE o.outcome NOT IN ('completed', 'failed', 'cancelled')
           UNION ALL

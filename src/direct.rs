@@ -349,7 +349,7 @@ unsafe fn look_at_index(index: pg_sys::Relation) -> Option<Index> {
             columns: columns.collect::<Option<Vec<usize>>>()?,
             unique: form.indisunique,
             unless_null,
-            summarizes: method == pg_sys::Oid::from(pg_sys::BRIN_AM_OID),
+            summarizes: method == pg_sys::BRIN_AM_OID,
             ready: form.indisready,
             valid: form.indisvalid && method == pg_sys::BTREE_AM_OID,
         })

@@ -275,9 +275,9 @@ static ADOPT: Statement = Statement::new(
           select (select t.incarnation from stint.task_attempts t where t.incarnation > a.incarnation order by t.incarnation limit 1)
           from attempts a where a.incarnation is not null
       ), outcomes as (
-          (select t.incarnation from stint.task_outcomes t order by t.incarnation limit 1)
+          (select t.incarnation from stint.task_outcomes t where t.xact is not null order by t.incarnation limit 1)
           union all
-          select (select t.incarnation from stint.task_outcomes t where t.incarnation > o.incarnation order by t.incarnation limit 1)
+          select (select t.incarnation from stint.task_outcomes t where t.xact is not null and t.incarnation > o.incarnation order by t.incarnation limit 1)
           from outcomes o where o.incarnation is not null
       )
       insert into stint.rollup_epochs (incarnation, snapshot)

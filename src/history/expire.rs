@@ -96,7 +96,7 @@ fn added_up(session: &Session, leaf: Leaf) -> bool {
         )
     };
     let text = format!(
-        "select not (exists (select from {{attempts}} t where {NOT}) or exists (select from {{outcomes}} t where {NOT}) or {} or {})",
+        "select not (exists (select from {{attempts}} t where {NOT}) or exists (select from {{outcomes}} t where t.xact is not null and {NOT}) or {} or {})",
         elsewhere("usage_late"),
         elsewhere("task_retries")
     );

@@ -19,7 +19,8 @@ const OWN: [Own; 3] = [
     // The first is read once after a start, to rebuild the budgets' windows; as small as an index on rows that come in the order of time can be. By the other, what
     // came is found that is not added up yet.
     Own { key: "(queue, id, attempt)", indexes: &["using brin (ended_at)", "(incarnation, xact)"] },
-    Own { key: "(queue, id)", indexes: &["(incarnation, xact)"] },
+    // The same for tasks that finished otherwise than by an attempt that completed.
+    Own { key: "(queue, id)", indexes: &["(incarnation, xact) where xact is not null"] },
 ];
 
 /// Gives a table of a leaf its key and indexes.

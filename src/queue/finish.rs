@@ -157,8 +157,7 @@ pub fn complete_in_batch(
         if let Some(ran) = end(session, name, id, lease) {
             let usage = usage.or_known(ran.run_id.as_deref(), ran.trace_id.as_deref());
             store::attempt(session, name, &ran.attempt(lease), "completed", now, None, &usage);
-            let outcome = Outcome { outcome: "completed", attempt: ran.ticket.attempt, lease: Some(lease), error: None, result };
-            store::outcome_of_batch(session, name, id, now, &outcome, ends);
+            store::completion(session, name, id, now, &ran.ticket, lease, result, ends);
             store::announce(queue, 0);
             return Some(Answer::first("completed", result, "completed"));
         }

@@ -91,10 +91,21 @@ static ATTEMPT: LeafStatement = LeafStatement::new(
 );
 
 static OUTCOME: LeafStatement = LeafStatement::new(
-    "insert into {outcomes} (queue, id, outcome, attempt, lease, finished_at, error, result)
-      values ($1, $2, $3, $4, $5, $6, $7, $8)
+    "insert into {outcomes} (queue, id, outcome, attempt, lease, finished_at, error, result, incarnation, xact)
+      values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)
       returning (select true from stint.task_dependencies d where d.queue = $1 and d.on_id >= $2 and d.on_id <= $2 order by d.on_id limit 1)",
-    &[pg_sys::TEXTOID, pg_sys::UUIDOID, pg_sys::TEXTOID, pg_sys::INT4OID, pg_sys::UUIDOID, pg_sys::TIMESTAMPTZOID, pg_sys::TEXTOID, pg_sys::JSONBOID],
+    &[
+        pg_sys::TEXTOID,
+        pg_sys::UUIDOID,
+        pg_sys::TEXTOID,
+        pg_sys::INT4OID,
+        pg_sys::UUIDOID,
+        pg_sys::TIMESTAMPTZOID,
+        pg_sys::TEXTOID,
+        pg_sys::JSONBOID,
+        pg_sys::INT4OID,
+        pg_sys::XID8OID,
+    ],
 );
 
 /// A live task on its way to a place.
@@ -358,8 +369,8 @@ impl<'a> Completions<'a> {
         if !self.attempts.push(session, attempt.id, row.into_iter().chain(self.stamp)) {
             history::write(session, &ATTEMPT, attempt.id, &row);
         }
-        let row = [queue, arg(attempt.id), completed, arg(attempt.attempt), arg(attempt.lease), arg(at), None, arg(result)];
-        if !self.outcomes.push(session, attempt.id, row.into_iter().chain(self.stamp)) {
+        let row = [queue, arg(attempt.id), completed, arg(attempt.attempt), arg(attempt.lease), arg(at), None, arg(result), None, None];
+        if !self.outcomes.push(session, attempt.id, row) {
             history::write_latest(session, &OUTCOME, attempt.id, &row);
         }
         self.ended.push((attempt.id, attempt.attempt));
@@ -399,7 +410,8 @@ fn depended_on(queue: Param, ids: &[pgrx::Uuid]) -> Option<Vec<pgrx::Uuid>> {
     (table.is_empty() || look()).then_some(found)
 }
 
-/// The columns by which what finished is added up once: the defaults of `incarnation` and `xact`.
+/// The columns by which what finished is added up once: the defaults of `incarnation` and `xact`. An outcome that comes with a completed attempt has none, since it
+/// is found by that one's.
 fn stamp() -> [Param; 2] {
     // SAFETY: gives this transaction an id, if it has none.
     let xact = unsafe { pg_sys::GetTopFullTransactionId() }.value;
@@ -445,6 +457,23 @@ pub fn outcome_of_batch(session: &Session, name: &str, id: pgrx::Uuid, at: Insta
     }
 }
 
+/// The same for a task of which this transaction has written an attempt that ended completed.
+pub fn completion(
+    session: &Session,
+    name: &str,
+    id: pgrx::Uuid,
+    at: Instant,
+    ran: &Ticket,
+    lease: pgrx::Uuid,
+    result: Option<RawJsonb>,
+    ends: &mut Vec<End<'static>>,
+) {
+    let outcome = Outcome { outcome: COMPLETED, attempt: ran.attempt, lease: Some(lease), error: None, result };
+    if write_stamped(session, name, id, at, &outcome, [None, None]) || grouped(session, name) {
+        ends.push(End { id, outcome: COMPLETED, turn: true });
+    }
+}
+
 /// Writes a task's outcome, and leaves the tasks that waited for its end to the maintenance worker: for one who ends many and must not wait for anybody.
 pub fn outcome_of_many(session: &Session, name: &str, id: pgrx::Uuid, at: Instant, outcome: &Outcome) {
     if write_outcome(session, name, id, at, outcome) || grouped(session, name) {
@@ -458,7 +487,22 @@ fn grouped(session: &Session, name: &str) -> bool {
 
 /// Writes a task's outcome and nothing else. Returns whether other tasks depend on it.
 pub fn write_outcome(session: &Session, name: &str, id: pgrx::Uuid, at: Instant, outcome: &Outcome) -> bool {
-    let row = [arg(name), arg(id), arg(outcome.outcome), arg(outcome.attempt), arg(outcome.lease), arg(at), arg(outcome.error), arg(outcome.result)];
+    write_stamped(session, name, id, at, outcome, stamp())
+}
+
+fn write_stamped(session: &Session, name: &str, id: pgrx::Uuid, at: Instant, outcome: &Outcome, [incarnation, xact]: [Param; 2]) -> bool {
+    let row = [
+        arg(name),
+        arg(id),
+        arg(outcome.outcome),
+        arg(outcome.attempt),
+        arg(outcome.lease),
+        arg(at),
+        arg(outcome.error),
+        arg(outcome.result),
+        incarnation,
+        xact,
+    ];
     let depended_on = write_outcome_directly(session, name, id, &row)
         .unwrap_or_else(|| history::write_latest(session, &OUTCOME, id, &row).get(0, 1).unwrap_or(false));
     let Outcome { outcome: status, attempt, error: why, .. } = *outcome;
@@ -470,7 +514,7 @@ pub fn write_outcome(session: &Session, name: &str, id: pgrx::Uuid, at: Instant,
 /// there for them to hold.
 fn write_outcome_directly(session: &Session, name: &str, id: pgrx::Uuid, row: &[Param]) -> Option<bool> {
     let dependencies = dependencies::TABLE.open(pg_sys::AccessShareLock)?;
-    OUTCOMES.to_write(session, id)?.insert(row.iter().copied().chain(stamp()));
+    OUTCOMES.to_write(session, id)?.insert(row.iter().copied());
     if dependencies.is_empty() {
         return Some(false);
     }

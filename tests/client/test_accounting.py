@@ -293,7 +293,7 @@ def work(queue, draw, ops):
 def shift(conn, back):
     """Has what this transaction ended have ended earlier: before anybody else can see it."""
     conn.execute("UPDATE stint.task_attempts SET started_at = started_at - %s - random() * interval '10 min', ended_at = ended_at - %s WHERE xact = pg_current_xact_id()", (back, back))  # fmt: skip
-    conn.execute("UPDATE stint.task_outcomes SET finished_at = finished_at - %s WHERE xact = pg_current_xact_id()", (back,))
+    conn.execute("UPDATE stint.task_outcomes o SET finished_at = finished_at - %s WHERE coalesce(xact, (SELECT a.xact FROM stint.task_attempts a WHERE a.queue = o.queue AND a.id = o.id AND a.attempt = o.attempt)) = pg_current_xact_id()", (back,))  # fmt: skip
 
 
 BACK = [timedelta(0), timedelta(minutes=3), timedelta(hours=5), timedelta(days=2), timedelta(days=9), timedelta(days=60), timedelta(days=130), timedelta(days=400)]

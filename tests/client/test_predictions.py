@@ -94,7 +94,8 @@ def test_of_an_agent_the_last_thousand_attempts_count(queue):
                                clock_timestamp() - interval '1 day', 'x', '1' FROM generate_series(1, 2000) AS n, first RETURNING id),
                 ended AS (INSERT INTO stint.task_attempts (queue, id, attempt, lease, started_at, ended_at, ended, worker, input_tokens)
                           SELECT 'q', id, 1, gen_random_uuid(), clock_timestamp() - interval '1 day', clock_timestamp() - interval '1 day', 'completed', 'w', 200 FROM old)
-           INSERT INTO stint.task_outcomes (queue, id, outcome, attempt, finished_at) SELECT 'q', id, 'completed', 1, clock_timestamp() - interval '1 day' FROM old"""
+           INSERT INTO stint.task_outcomes (queue, id, outcome, attempt, finished_at, incarnation, xact)
+           SELECT 'q', id, 'completed', 1, clock_timestamp() - interval '1 day', NULL, NULL FROM old"""
     )
     correct(queue)
     # 20 of 100 tokens and 980 of 200.

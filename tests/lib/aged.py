@@ -46,8 +46,10 @@ class Aged:
                 (self.queue, id, outcome, *at),
             )
             self.conn.execute(
-                "INSERT INTO stint.task_outcomes (queue, id, outcome, attempt, finished_at) VALUES (%s, %s, %s, 1, clock_timestamp() - %s * interval '1 day')",
-                (self.queue, id, outcome, *at),
+                "INSERT INTO stint.task_outcomes (queue, id, outcome, attempt, finished_at, incarnation, xact)"
+                " SELECT %s, %s, o, 1, clock_timestamp() - %s * interval '1 day', CASE WHEN own THEN stint.incarnation() END, CASE WHEN own THEN pg_current_xact_id() END"
+                " FROM (SELECT %s, %s <> 'completed') AS x (o, own)",
+                (self.queue, id, *at, outcome, outcome),
             )
         return id
 
