@@ -278,6 +278,24 @@ def test_a_claim_in_an_open_transaction_does_not_hold_up_those_behind_it(held):
         assert (again.id, again.payload) == (task.id, "held")
 
 
+def test_where_somebodys_trigger_fires_calls_read_no_more_either(held):
+    """There each step is a statement."""
+    held = held()
+    conn = held.conn
+    conn.execute("CREATE FUNCTION public.theirs() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN RETURN NULL; END$$")
+    for table in "place_ready", "place_running", "place_scheduled":
+        conn.execute(f"CREATE TRIGGER theirs AFTER INSERT OR DELETE ON stint.{table} FOR EACH ROW EXECUTE FUNCTION public.theirs()")
+    names = ["claim", "claim under two budgets", "claim for an agent", "finish and claim", "complete", "heartbeat", "fail", "release", "promotion of a retry"]
+    held.work(500)
+    held.settle()
+    before = {name: held.read(name) for name in names}
+    held.settle()
+    held.work(TASKS)
+    held.settle()
+    after = {name: held.read(name) for name in names}
+    assert {name: (before[name], after[name]) for name in names if after[name] > 1.25 * before[name] + 6} == {}
+
+
 @pytest.mark.parametrize("end", ["cancel", "late completion", "reprioritize", "purge", "drop", "delete", "update"])
 def test_what_is_taken_from_a_line_and_given_back_is_claimed(held, end):
     """However it is taken: a claim meanwhile goes past it, and finds it once it is there again."""

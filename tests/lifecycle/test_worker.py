@@ -152,7 +152,7 @@ def test_a_fast_shutdown_does_not_wait_for_the_worker(started):
 def test_a_worker_that_waits_for_a_lock_stops_no_shutdown(started):
     server, processes = started()
     conn = server.connect("app", autocommit=False)
-    conn.execute("LOCK TABLE stint.task_keys IN ACCESS EXCLUSIVE MODE")
+    conn.execute("LOCK TABLE stint.follow_ups IN ACCESS EXCLUSIVE MODE")
     server.wait_until("SELECT wait_event_type = 'Lock' FROM pg_stat_activity WHERE backend_type = 'pg_stint worker'")
     assert server.stop("fast") < 5
 
