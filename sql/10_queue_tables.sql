@@ -66,8 +66,7 @@ CREATE TABLE stint.lanes (
     budgets         int[] NOT NULL,
     group_key       text COLLATE "C",
     closed          xid8,
-    PRIMARY KEY (queue, lane),
-    UNIQUE (lane)
+    PRIMARY KEY (queue, lane)
 );
 CREATE UNIQUE INDEX lanes_budgets ON stint.lanes (queue, budgets) WHERE group_key IS NULL;
 CREATE UNIQUE INDEX lanes_groups ON stint.lanes (queue, group_key, budgets) WHERE group_key IS NOT NULL AND closed IS NULL;
@@ -147,8 +146,9 @@ CREATE TABLE stint.place_ready (
     agent           text COLLATE "C",
     PRIMARY KEY (queue, id)
 );
--- A lane is of one queue, so its number says the queue: numbers alone are compared several times as fast as a name and numbers.
-CREATE UNIQUE INDEX place_ready_order ON stint.place_ready (lane, priority DESC, seq);
+-- A lane is of one queue, so its number says the queue: numbers alone are compared several times as fast as a name and numbers. Not unique, since what is unique in
+-- a queue's table begins with the queue; stint.check() knows that no two tasks stand at one place.
+CREATE INDEX place_ready_order ON stint.place_ready (lane, priority DESC, seq);
 -- For claims that take the tasks of some agents only: each agent's tasks in their order, so that no other's is walked. Tasks without an agent cost nothing here.
 CREATE INDEX place_ready_agent ON stint.place_ready (lane, agent, priority DESC, seq) WHERE agent IS NOT NULL;
 COMMENT ON TABLE stint.place_ready IS 'Tasks that may be claimed. attempt: the number of the last attempt; counted: attempts that count against max_attempts';

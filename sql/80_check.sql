@@ -42,6 +42,12 @@ AS $$
     SELECT 'every waiting task stands in a lane of its queue', p.queue, p.id, p.place || ', lane ' || p.lane
     FROM places p WHERE NOT EXISTS (SELECT FROM stint.lanes l WHERE l.queue = p.queue AND l.lane = p.lane)
     UNION ALL
+    SELECT 'a lane is of one queue', l.queue, NULL, 'lane ' || l.lane || ' is of "' || o.queue || '" too'
+    FROM stint.lanes l JOIN stint.lanes o ON o.lane = l.lane AND o.queue <> l.queue
+    UNION ALL
+    SELECT 'no two ready tasks stand at one place', w.queue, w.id, 'lane ' || w.lane || ', priority ' || w.priority || ', number ' || w.seq
+    FROM (SELECT r.*, count(*) OVER (PARTITION BY r.lane, r.priority, r.seq) AS there FROM stint.place_ready r) w WHERE w.there > 1
+    UNION ALL
     SELECT 'what is kept of a watch belongs to one', NULL, NULL, x.what
     FROM (SELECT l.watch, 'log of "' || l.watch || '"' AS what FROM stint.watch_log l
           UNION SELECT d.watch, 'disarmed keys of "' || d.watch || '"' FROM stint.watch_disarmed d) x

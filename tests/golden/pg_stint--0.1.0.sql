@@ -207,9 +207,11 @@ CREATE TABLE stint.place_ready (
     agent           text COLLATE "C",
     PRIMARY KEY (queue, id)
 );
-CREATE UNIQUE INDEX place_ready_order ON stint.place_ready (queue, lane, priority DESC, seq);
+-- A lane is of one queue, so its number says the queue: numbers alone are compared several times as fast as a name and numbers. Not unique, since what is unique in
+-- a queue's table begins with the queue; stint.check() knows that no two tasks stand at one place.
+CREATE INDEX place_ready_order ON stint.place_ready (lane, priority DESC, seq);
 -- For claims that take the tasks of some agents only: each agent's tasks in their order, so that no other's is walked. Tasks without an agent cost nothing here.
-CREATE INDEX place_ready_agent ON stint.place_ready (queue, lane, agent, priority DESC, seq) WHERE agent IS NOT NULL;
+CREATE INDEX place_ready_agent ON stint.place_ready (lane, agent, priority DESC, seq) WHERE agent IS NOT NULL;
 COMMENT ON TABLE stint.place_ready IS 'Tasks that may be claimed. attempt: the number of the last attempt; counted: attempts that count against max_attempts';
 
 CREATE TABLE stint.place_scheduled (
@@ -321,9 +323,10 @@ CREATE TABLE stint.task_outcomes (
     finished_at     timestamptz NOT NULL,
     error           text,
     result          jsonb,
-    incarnation     int NOT NULL DEFAULT stint.incarnation(),
-    xact            xid8 NOT NULL DEFAULT pg_catalog.pg_current_xact_id()
+    incarnation     int DEFAULT stint.incarnation(),
+    xact            xid8 DEFAULT pg_catalog.pg_current_xact_id()
 ) PARTITION BY LIST (get_byte(uuid_send(id), 15));
+COMMENT ON COLUMN stint.task_outcomes.xact IS 'Null where an attempt that ended completed came with the outcome: accounting finds the task by that one';
 COMMENT ON TABLE stint.task_outcomes IS 'How each finished task ended; insert-only, but for a retry, which moves the row to stint.task_retries';
 
 -- What stint.retry took back. The attempts up to this one no longer count against max_attempts.
@@ -1200,7 +1203,7 @@ null where nothing is remembered. Read by stint.fair_shares. Use in FROM.';
 
 CREATE VIEW stint.fair_shares AS
 SELECT q.queue, u.group_key COLLATE "C" AS group_key, coalesce(w.weight, 1) AS weight, u.tokens, u.virtual_time,
-       (SELECT count(*) FROM stint.lanes l JOIN stint.place_ready r ON r.queue = l.queue AND r.lane = l.lane
+       (SELECT count(*) FROM stint.lanes l JOIN stint.place_ready r ON r.lane = l.lane
         WHERE l.queue = q.queue AND l.group_key IS NOT DISTINCT FROM u.group_key) AS ready,
        (SELECT count(*) FROM stint.lanes l JOIN stint.place_running r ON r.queue = l.queue AND r.lane = l.lane
         WHERE l.queue = q.queue AND l.group_key IS NOT DISTINCT FROM u.group_key) AS running
@@ -2743,7 +2746,10 @@ CROSS JOIN LATERAL (
     UNION ALL
     SELECT r.* FROM pg_catalog.pg_snapshot_xip(e.snapshot) x
     CROSS JOIN LATERAL (SELECT t.* FROM stint.task_outcomes t WHERE t.incarnation = e.incarnation AND t.xact = x OFFSET 0) r
-) o;
+) o
+UNION ALL
+-- A completed attempt is the last of its task and stands for the outcome that came with it, which so needs no index entry of its own.
+SELECT a.queue, a.id, a.ended, a.attempt, a.ended_at FROM stint.new_attempts a WHERE a.ended = 'completed';
 COMMENT ON VIEW stint.new_outcomes IS 'For accounting: outcomes that are not added up yet';
 
 CREATE VIEW stint.new_bills AS
@@ -2847,8 +2853,9 @@ FROM stint.new_bills u
 CROSS JOIN LATERAL (SELECT t.* FROM stint.task_outcomes t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) LIMIT 1) o
 CROSS JOIN LATERAL (SELECT t.ended FROM stint.task_attempts t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) AND t.attempt = u.attempt LIMIT 1) a
 CROSS JOIN LATERAL (SELECT t.agent FROM stint.task_facts t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) LIMIT 1) f
-LEFT JOIN LATERAL (SELECT t.model FROM stint.task_attempts t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) AND t.attempt = o.attempt LIMIT 1) l ON true
-WHERE NOT EXISTS (SELECT FROM stint.open_epochs p WHERE p.incarnation = o.incarnation AND NOT pg_catalog.pg_visible_in_snapshot(o.xact, p.snapshot));
+LEFT JOIN LATERAL (SELECT t.model, t.incarnation, t.xact FROM stint.task_attempts t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) AND t.attempt = o.attempt LIMIT 1) l ON true
+WHERE NOT EXISTS (SELECT FROM stint.open_epochs p
+                  WHERE p.incarnation = coalesce(o.incarnation, l.incarnation) AND NOT pg_catalog.pg_visible_in_snapshot(coalesce(o.xact, l.xact), p.snapshot));
 COMMENT ON VIEW stint.task_tail IS 'For accounting: what the next roll-up adds to task_rollups, one row for each finished task, each late usage of one, and, below zero, each one taken back';
 
 CREATE FUNCTION stint.roll_up() RETURNS TABLE (attempts bigint, tasks bigint)
@@ -3238,6 +3245,12 @@ AS $$
     SELECT 'every waiting task stands in a lane of its queue', p.queue, p.id, p.place || ', lane ' || p.lane
     FROM places p WHERE NOT EXISTS (SELECT FROM stint.lanes l WHERE l.queue = p.queue AND l.lane = p.lane)
     UNION ALL
+    SELECT 'a lane is of one queue', l.queue, NULL, 'lane ' || l.lane || ' is of "' || o.queue || '" too'
+    FROM stint.lanes l JOIN stint.lanes o ON o.lane = l.lane AND o.queue <> l.queue
+    UNION ALL
+    SELECT 'no two ready tasks stand at one place', w.queue, w.id, 'lane ' || w.lane || ', priority ' || w.priority || ', number ' || w.seq
+    FROM (SELECT r.*, count(*) OVER (PARTITION BY r.lane, r.priority, r.seq) AS there FROM stint.place_ready r) w WHERE w.there > 1
+    UNION ALL
     SELECT 'what is kept of a watch belongs to one', NULL, NULL, x.what
     FROM (SELECT l.watch, 'log of "' || l.watch || '"' AS what FROM stint.watch_log l
           UNION SELECT d.watch, 'disarmed keys of "' || d.watch || '"' FROM stint.watch_disarmed d) x
@@ -3264,6 +3277,11 @@ AS $$
     SELECT 'an outcome names the last attempt', o.queue, o.id, o.outcome || ' by attempt ' || o.attempt || ' of ' || coalesce(e.last, 0)
     FROM stint.task_outcomes o LEFT JOIN ended e ON e.queue = o.queue AND e.id = o.id
     WHERE o.attempt <> coalesce(e.last, 0)
+    UNION ALL
+    SELECT 'accounting finds each finished task once', o.queue, o.id, o.outcome || CASE WHEN o.xact IS NULL THEN ', not at all' ELSE ', twice' END
+    FROM stint.task_outcomes o
+    LEFT JOIN stint.task_attempts a ON a.queue = o.queue AND a.id = o.id AND a.attempt = o.attempt AND a.ended = 'completed'
+    WHERE (o.xact IS NULL) <> (a.id IS NOT NULL)
     UNION ALL
     SELECT 'an outcome and the end of an attempt are known words', x.queue, x.id, x.word
     FROM (SELECT o.queue, o.id, o.outcome AS word FROM stint.task_outcomes o WHERE o.outcome NOT IN ('completed', 'failed', 'cancelled')
