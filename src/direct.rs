@@ -513,6 +513,20 @@ impl Opened {
     }
 }
 
+/// What access methods read of an index that a row is entered in: how many columns it has, and where they may keep what they find out until it is closed.
+fn info_of(index: &Index) -> pg_sys::IndexInfo {
+    // SAFETY: all zeros is how PostgreSQL makes one.
+    let mut info: pg_sys::IndexInfo = unsafe { std::mem::zeroed() };
+    info.type_ = pg_sys::NodeTag::T_IndexInfo;
+    info.ii_NumIndexAttrs = index.columns.len() as c_int;
+    info.ii_NumIndexKeyAttrs = index.columns.len() as c_int;
+    info.ii_Unique = index.unique;
+    info.ii_ReadyForInserts = true;
+    // SAFETY: a variable of this backend.
+    info.ii_Context = unsafe { pg_sys::CurrentMemoryContext };
+    info
+}
+
 /// Makes the entry of a row in an index.
 ///
 /// # Safety
@@ -525,14 +539,7 @@ unsafe fn enter(relation: pg_sys::Relation, index: &Index, row: &[pg_sys::Datum;
             keys[at] = row[*place];
             key_nulls[at] = nulls[*place];
         }
-        // What access methods read of it: how many columns there are, and where they may keep what they find out during this one call.
-        let mut info: pg_sys::IndexInfo = std::mem::zeroed();
-        info.type_ = pg_sys::NodeTag::T_IndexInfo;
-        info.ii_NumIndexAttrs = index.columns.len() as c_int;
-        info.ii_NumIndexKeyAttrs = index.columns.len() as c_int;
-        info.ii_Unique = index.unique;
-        info.ii_ReadyForInserts = true;
-        info.ii_Context = pg_sys::CurrentMemoryContext;
+        let mut info = info_of(index);
         let unique = if index.unique { pg_sys::IndexUniqueCheck::UNIQUE_CHECK_YES } else { pg_sys::IndexUniqueCheck::UNIQUE_CHECK_NO };
         let open = raw::index_open(index.oid, pg_sys::RowExclusiveLock as i32);
         raw::index_insert(open, keys.as_mut_ptr(), key_nulls.as_mut_ptr(), tid, relation, unique, false, &raw mut info);

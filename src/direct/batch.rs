@@ -1,7 +1,7 @@
 //! The same for many rows at a time: one snapshot, one opening of the table and of each index, one WAL record for the rows of a page, and index entries index by
 //! index, in the order of the rows.
 
-use super::{Condition, Index, Opened, Scan, WIDEST, guarded, raw};
+use super::{Condition, Index, Opened, Scan, WIDEST, guarded, info_of, raw};
 use crate::spi::{Param, Row};
 use pgrx::prelude::*;
 use std::ffi::c_int;
@@ -118,14 +118,7 @@ unsafe fn enter_all(
     unsafe {
         let (mut keys, mut key_nulls) = ([pg_sys::Datum::from(0usize); WIDEST], [false; WIDEST]);
         let mut open: pg_sys::Relation = null_mut();
-        // What access methods read of it: how many columns there are, and where they may keep what they find out, which here is for all the rows.
-        let mut info: pg_sys::IndexInfo = std::mem::zeroed();
-        info.type_ = pg_sys::NodeTag::T_IndexInfo;
-        info.ii_NumIndexAttrs = index.columns.len() as c_int;
-        info.ii_NumIndexKeyAttrs = index.columns.len() as c_int;
-        info.ii_Unique = index.unique;
-        info.ii_ReadyForInserts = true;
-        info.ii_Context = pg_sys::CurrentMemoryContext;
+        let mut info = info_of(index);
         let unique = if index.unique { pg_sys::IndexUniqueCheck::UNIQUE_CHECK_YES } else { pg_sys::IndexUniqueCheck::UNIQUE_CHECK_NO };
         let mut last: Option<(u16, u16)> = None;
         for (at, tid) in tids.iter_mut().enumerate() {

@@ -4,7 +4,7 @@ use super::config;
 use crate::budget::live::Used;
 use crate::input;
 use crate::shmem::{self, Instance, config as generation, fair, heads};
-use crate::spi::{self, Session, Statement, arg};
+use crate::spi::{self, Param, Session, Statement, arg};
 use crate::values::{Instant, SECOND};
 use pgrx::prelude::*;
 use std::cell::Cell;
@@ -104,19 +104,19 @@ static IDLE: Statement = Statement::new(
 
 static REMOVE: Statement = Statement::new(c"delete from stint.lanes l where l.lane = any ($1)", &[pg_sys::INT4ARRAYOID]);
 
-static CLOSED: Statement = Statement::new(
-    c"select from stint.lanes l where l.closed = '0' or l.closed > pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot()) limit 1",
-    &[],
-);
+/// $1: the next transaction id.
+static CLOSED: Statement = Statement::new(c"select from stint.lanes l where l.closed = '0' or l.closed > $1 limit 1", &[pg_sys::XID8OID]);
 
 /// Lanes that were closed, and of which every backend has been told: from now on whoever enqueues knows it. The second condition is of a database that came from
 /// another server.
-static TOLD: Statement = Statement::new(
-    c"update stint.lanes l
-      set closed = pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())
-      where l.closed = '0' or l.closed > pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())",
-    &[],
-);
+static TOLD: Statement = Statement::new(c"update stint.lanes l set closed = $1 where l.closed = '0' or l.closed > $1", &[pg_sys::XID8OID]);
+
+/// The id that the next transaction to write gets: of all that have one, none is above it. A snapshot's upper bound will not do, since it only knows that nothing
+/// from there on has ended.
+fn next_transaction() -> Param {
+    // SAFETY: reads shared memory.
+    Some(pg_sys::Datum::from(unsafe { pg_sys::ReadNextFullTransactionId() }.value))
+}
 
 static CLOSE: Statement =
     Statement::new(c"update stint.lanes l set closed = '0' where l.lane = any ($1) and l.closed is null", &[pg_sys::INT4ARRAYOID]);
@@ -154,10 +154,10 @@ fn tidy(close: bool) -> (i64, bool) {
         if !over.is_empty() {
             session.run_latest(&REMOVE, &[arg(over)]);
         }
-        let told = !session.run_latest(&CLOSED, &[]).is_empty();
+        let told = !session.run_latest(&CLOSED, &[next_transaction()]).is_empty();
         if told {
             generation::move_on();
-            session.run_latest(&TOLD, &[]);
+            session.run_latest(&TOLD, &[next_transaction()]);
         }
         let close = close && !open.is_empty();
         if close {
