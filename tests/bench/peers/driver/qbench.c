@@ -21,9 +21,10 @@
  *     init=FILE    a script that each client runs once before the clock starts
  *     pooled=1     connect by -p, and do as with -x: a pooler in transaction mode keeps no prepared statements
  *
- * Scripts: "--" comments; a statement ends with ";" at the end of a line or with \gset; "\set name random(a, b)" or "\set name integer"; :name, and built in
- * :client_id and :payload (about 300 bytes of JSON with the time it was made). \gset keeps one row in variables named after its columns, several rows in
- * variables that hold arrays; no row, or a null in the first column, is an empty poll and ends the iteration.
+ * Scripts: "--" comments; a statement ends with ";" at the end of a line or with \gset; "\set name random(a, b)" or "\set name integer"; "\json name column,…"
+ * makes of variables that hold arrays the text of a JSON array of objects, as a client does that sends JSON; :name, and built in :client_id and :payload (about 300
+ * bytes of JSON with the time it was made). \gset keeps one row in variables named after its columns, several rows in variables that hold arrays; no row, or a
+ * null in the first column, is an empty poll and ends the iteration.
  */
 #define _GNU_SOURCE
 #include <ctype.h>
@@ -46,7 +47,7 @@
 #define PAD 265
 
 typedef struct {
-	char *sql; /* NULL: sets `variable` */
+	char *sql; /* NULL: sets `variable`, to JSON of the variables in `parameter` if there are any */
 	int parameters;
 	char *parameter[MAX_PARAMETERS];
 	int keeps; /* ended with \gset */
@@ -210,6 +211,15 @@ static void add_set(Script *script, const char *line) {
 	if (sscanf(value, "random(%ld , %ld)", &statement->low, &statement->high) != 2) statement->low = statement->high = atol(value);
 }
 
+static void add_json(Script *script, const char *line) {
+	char *text = copy(line), *rest;
+	Statement *statement = add_statement(script);
+	statement->variable = copy(strtok_r(text, " ,", &rest));
+	for (char *name = strtok_r(NULL, " ,", &rest); name; name = strtok_r(NULL, " ,", &rest)) parameter_number(statement, name);
+	if (!statement->parameters) die("\\json %s: of which columns?", line);
+	free(text);
+}
+
 static void parse(Script *script, const char *path) {
 	char *text = contents(path), *buffer = allocate(strlen(text) + 2), *rest;
 	size_t length = 0;
@@ -218,6 +228,10 @@ static void parse(Script *script, const char *path) {
 		if (!strncmp(line, "--", 2)) continue;
 		if (!strncmp(line, "\\set ", 5)) {
 			add_set(script, line + 5);
+			continue;
+		}
+		if (!strncmp(line, "\\json ", 6)) {
+			add_json(script, line + 6);
 			continue;
 		}
 		char *keep = strstr(line, "\\gset");
@@ -289,6 +303,31 @@ static char *array_of(const PGresult *result, int column) {
 		out += length;
 	}
 	*out = '}';
+	return text;
+}
+
+/* The reverse: objects with these variables, which hold arrays of ids, as columns. */
+static char *json_of(const Variables *variables, const Statement *statement) {
+	const char *at[MAX_PARAMETERS];
+	size_t size = 3;
+	for (int k = 0; k < statement->parameters; k++) {
+		at[k] = variable(variables, statement->parameter[k]) + 1;
+		size_t names = strlen(statement->parameter[k]) + 16;
+		size += strlen(at[k]) + names;
+		for (const char *c = at[k]; *c; c++) size += *c == ',' ? names : 0;
+	}
+	char *text = allocate(size), *out = text;
+	*out++ = '[';
+	while (*at[0] && *at[0] != '}') {
+		if (out[-1] != '[') *out++ = ',';
+		for (int k = 0; k < statement->parameters; k++) {
+			size_t length = strcspn(at[k], ",}");
+			out += sprintf(out, "%s\"%s\":\"%.*s\"", k ? "," : "{", statement->parameter[k], (int)length, at[k]);
+			at[k] += length + (at[k][length] == ',');
+		}
+		*out++ = '}';
+	}
+	*out = ']';
 	return text;
 }
 
@@ -407,6 +446,10 @@ static enum outcome iterate(Client *client, long *tasks, double *first) {
 	new_payload(client);
 	for (int i = 0; i < role->script.count; i++) {
 		Statement *statement = &role->script.statement[i];
+		if (!statement->sql && statement->parameters) {
+			set_variable(&client->variables, statement->variable, json_of(&client->variables, statement));
+			continue;
+		}
 		if (!statement->sql) {
 			double share = (double)rand_r(&client->seed) / ((double)RAND_MAX + 1);
 			char value[32];
