@@ -5,9 +5,11 @@
 
 use crate::changelog::epoch;
 use crate::object_lock::{self, Lock};
+use crate::shmem::workers;
 use crate::spi::{Identity, Rows, Session, Statement, arg, connect};
 use crate::values::{Instant, SECOND};
 use pgrx::prelude::*;
+use std::cell::Cell;
 use stint_core::rollup::{Level, Marks};
 
 /// Rows that came since the last roll-up after which the worker makes another at once; otherwise it lets time pass.
@@ -233,9 +235,24 @@ fn first(session: &Session, level: Level, from: i64) -> Option<i64> {
     session.run(&FIRST, &[arg(level as i32), arg(Instant(from))]).get::<Instant>(0, 1).map(|at| at.0)
 }
 
-/// One round for the maintenance worker. Does not wait: where another session holds the roll-up lock, that one does the work.
+/// How often the maintenance worker looks what has come, where it does not know of much, in microseconds.
+const LOOK_EVERY: i64 = SECOND;
+
+thread_local! {
+    /// When it looks next, and how much had been added up of what was counted in shared memory.
+    static NEXT: Cell<(i64, u64)> = const { Cell::new((i64::MIN, 0)) };
+}
+
+/// One round for the maintenance worker. Does not wait: where another session holds the roll-up lock, that one does the work. Rows are counted as they are written:
+/// a look at the tables in each of the many rounds of a busy database would cost as much as adding up.
 pub fn step() -> bool {
     let now = Instant::now();
+    let (look_at, added) = NEXT.get();
+    let counted = workers::counted_to_add();
+    if now.0 < look_at && counted.wrapping_sub(added) < SOON as u64 {
+        return false;
+    }
+    NEXT.set((now.plus(LOOK_EVERY).0, counted));
     connect(|session| {
         if !object_lock::take(Lock::RollUps, true) {
             return false;
@@ -246,8 +263,14 @@ pub fn step() -> bool {
         }
         if pending.rows >= SOON || pending.rows > 0 && pending.last.is_none_or(|last| last.plus(AT_LATEST) <= now || last > now) {
             add(session, now, false);
+        } else {
+            NEXT.set((now.plus(LOOK_EVERY).0, counted.wrapping_sub(pending.rows as u64)));
         }
-        coarsen(session, now)
+        let more = coarsen(session, now);
+        if more {
+            NEXT.set((now.0, counted));
+        }
+        more
     })
 }
 

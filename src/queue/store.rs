@@ -10,7 +10,7 @@ use crate::accounting::roll_up;
 use crate::budget::live::{self, Held};
 use crate::direct::{Batch, Condition, Scan};
 use crate::history::{self, LeafBatch, LeafStatement};
-use crate::shmem::{Instance, bells, heads, waiters};
+use crate::shmem::{Instance, bells, heads, waiters, workers};
 use crate::spi::{Param, Session, Statement, arg};
 use crate::values::{Instant, RawInterval, RawJsonb};
 use pgrx::prelude::*;
@@ -287,6 +287,7 @@ pub struct Attempt<'a> {
 /// or `snoozed` is as if it had never begun, so its row names no budget.
 pub fn attempt(session: &Session, name: &str, attempt: &Attempt, ended: &str, at: Instant, error: Option<&str>, usage: &Usage) {
     let row = attempt_row(session, name, arg(name), attempt, arg(ended), at, arg(error), usage, matches!(ended, "released" | "snoozed"));
+    workers::to_add(Instance::here().database, 1);
     match ATTEMPTS.to_write(session, attempt.id) {
         Some(table) => table.insert(row.into_iter().chain(stamp())),
         None => {
@@ -381,6 +382,7 @@ impl<'a> Completions<'a> {
         let Completions { session, name, queue, attempts, outcomes, ended, .. } = self;
         attempts.write();
         outcomes.write();
+        workers::to_add(Instance::here().database, ended.len());
         let end = |id| End { id, outcome: COMPLETED, turn: true };
         if queue.strict_groups {
             ends.extend(ended.iter().map(|(id, _)| end(*id)));

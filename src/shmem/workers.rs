@@ -13,7 +13,7 @@ use crate::xact::Pending;
 use pgrx::prelude::*;
 use std::cell::{Cell, UnsafeCell};
 use std::ptr::null_mut;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicPtr, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicI64, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 /// Longest message of a failed step that is kept for `stint.maintenance`, in bytes.
 const FAILURE_BYTES: usize = 512;
@@ -42,6 +42,8 @@ pub struct Slot {
     again: AtomicBool,
     /// A doorbell of this database was rung since the worker last looked.
     rung: AtomicBool,
+    /// Rows that accounting has to add up, as they are written: it counts those of transactions that abort, too.
+    to_add: AtomicU64,
     retry_at: AtomicI64,
     pause: AtomicI64,
     started_at: AtomicI64,
@@ -142,6 +144,13 @@ fn claimed(database: u32) -> Option<&'static Slot> {
 }
 
 // What sessions call
+
+/// Counts rows that accounting has to add up.
+pub fn to_add(database: u32, rows: usize) {
+    if let Some(slot) = of(database) {
+        slot.to_add.fetch_add(rows as u64, Ordering::Relaxed);
+    }
+}
 
 /// Wakes the maintenance worker of a database, if it has one. Called in commit callbacks: neither allocates nor raises.
 pub fn wake(_shared: &super::Shared, database: u32) {
@@ -290,6 +299,11 @@ pub fn looking() {
 /// Whether a doorbell of this worker's database was rung since [`answer`].
 pub fn rung() -> bool {
     MINE.get().is_some_and(|slot| slot.rung.load(Ordering::Acquire))
+}
+
+/// What [`to_add`] counted in the database of this worker. Meaningful only in comparison.
+pub fn counted_to_add() -> u64 {
+    MINE.get().map_or(0, |slot| slot.to_add.load(Ordering::Relaxed))
 }
 
 /// Called before the rung bells are taken.
