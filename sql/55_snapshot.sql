@@ -18,9 +18,10 @@ REVOKE ALL ON stint.pins FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.pins', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.pins_pin_seq', '');
 
+-- No foreign key, for the reason that stint.consumer_commits has none; pins stay.
 CREATE TABLE stint.tag_list (
     tag        text COLLATE "C" PRIMARY KEY,
-    pin        bigint NOT NULL REFERENCES stint.pins,
+    pin        bigint NOT NULL,
     comment    text,
     hold       boolean NOT NULL DEFAULT false,
     created_by name NOT NULL DEFAULT session_user,

@@ -186,6 +186,12 @@ AS $$
                             AND (k.previous IS NULL OR p.epoch > k.previous_epoch
                                  OR p.epoch = k.previous_epoch AND pg_visible_in_snapshot(k.previous, p.snapshot)))
     UNION ALL
+    SELECT 'a tag names a pin', NULL, NULL, 'tag "' || t.tag || '", pin ' || t.pin
+    FROM stint.tag_list t WHERE NOT EXISTS (SELECT FROM stint.pins p WHERE p.pin = t.pin)
+    UNION ALL
+    SELECT 'a committed position belongs to a consumer', NULL, NULL, 'consumer "' || m.consumer || '", position ' || m.pos
+    FROM stint.consumer_commits m WHERE NOT EXISTS (SELECT FROM stint.consumer_config c WHERE c.consumer = m.consumer)
+    UNION ALL
     SELECT 'what is gone of a table lies below its floor', NULL, NULL, r.relation::text || ' at position ' || t.end_pos
     FROM stint.ticks t CROSS JOIN LATERAL unnest(t.relations) r (relation) JOIN stint.captures c ON c.relation = r.relation
     WHERE t.expired <> (t.end_pos <= c.floor_pos) AND (c.epoch < t.epoch OR c.epoch = t.epoch AND pg_visible_in_snapshot(c.xid, t.snapshot))

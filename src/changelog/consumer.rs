@@ -29,6 +29,8 @@ static CREATE: Statement = Statement::new(
     &[pg_sys::TEXTOID, pg_sys::OIDARRAYOID, pg_sys::INT8OID, pg_sys::INT4OID, pg_sys::TEXTOID],
 );
 static DROP: Statement = Statement::new(c"DELETE FROM stint.consumer_config WHERE consumer = $1", &[pg_sys::TEXTOID]);
+/// What it committed, once nobody commits any more.
+static FORGET: Statement = Statement::new(c"DELETE FROM stint.consumer_commits WHERE consumer = $1", &[pg_sys::TEXTOID]);
 static COMMIT: Statement = Statement::new(c"INSERT INTO stint.consumer_commits (consumer, pos) VALUES ($1, $2)", &[pg_sys::TEXTOID, pg_sys::INT8OID]);
 static TRIM: Statement = Statement::new(
     c"DELETE FROM stint.consumer_commits m
@@ -157,6 +159,8 @@ fn drop_consumer(consumer: Option<&str>) {
         let identity = Identity::owner();
         find(session, identity.caller(), name, false);
         session.run(&DROP, &[arg(name)]);
+        // Also what was committed since the snapshot that the transaction keeps.
+        session.run_latest(&FORGET, &[arg(name)]);
     });
 }
 

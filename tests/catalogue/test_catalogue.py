@@ -229,6 +229,18 @@ def test_every_queue_column_is_text_in_c_collation(installed):
     )
 
 
+def test_no_table_of_ours_has_a_foreign_key(installed):
+    """A parallel restore fills tables in any order, and those of an extension have their keys before it begins."""
+    assert_none(
+        installed,
+        f"""
+        SELECT r.name, k.conname
+        FROM ({RELATIONS}) r
+        JOIN pg_constraint k ON k.conrelid = r.oid AND k.contype = 'f'
+        """,
+    )
+
+
 def test_every_queue_table_is_keyed_by_queue_first(installed):
     """So that one queue can be placed, granted and dumped as a unit: its key starts with it, every unique index holds it.
 

@@ -366,3 +366,15 @@ def test_a_cause_reaches_the_reader_and_null_stays_null(goods):
     goods.execute("SELECT stint.tick()")
     assert goods.execute("SELECT cause FROM stint.changes('goods')").fetchall() == [(None,), (7,)]
     assert goods.execute("SELECT cause FROM stint.poll('c')").fetchall() == [(None,), (7,)]
+
+
+def test_a_consumer_that_is_dropped_leaves_no_position_behind(goods, connect):
+    other = connect()
+    goods.execute("INSERT INTO goods VALUES (1, 1)")
+    goods.execute("SELECT stint.tick()")
+    with goods.transaction():
+        goods.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        assert value(goods, "SELECT pos FROM stint.consumers WHERE consumer = 'c'") == 0
+        other.execute("SELECT stint.commit('c', 1)")
+        goods.execute("SELECT stint.drop_consumer('c')")
+    assert value(goods, "SELECT count(*) FROM stint.consumer_commits") == 0

@@ -2022,8 +2022,9 @@ COMMENT ON COLUMN stint.consumer_config.start_snapshot IS 'it started with what 
 REVOKE ALL ON stint.consumer_config FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.consumer_config', '');
 
+-- No foreign key: the tables of an extension are there with their keys before a parallel restore fills them in any order.
 CREATE TABLE stint.consumer_commits (
-    consumer     text COLLATE "C" NOT NULL REFERENCES stint.consumer_config ON DELETE CASCADE,
+    consumer     text COLLATE "C" NOT NULL,
     pos          bigint NOT NULL,
     committed_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     PRIMARY KEY (consumer, pos)
@@ -2290,9 +2291,10 @@ REVOKE ALL ON stint.pins FROM PUBLIC;
 SELECT pg_catalog.pg_extension_config_dump('stint.pins', '');
 SELECT pg_catalog.pg_extension_config_dump('stint.pins_pin_seq', '');
 
+-- No foreign key, for the reason that stint.consumer_commits has none; pins stay.
 CREATE TABLE stint.tag_list (
     tag        text COLLATE "C" PRIMARY KEY,
-    pin        bigint NOT NULL REFERENCES stint.pins,
+    pin        bigint NOT NULL,
     comment    text,
     hold       boolean NOT NULL DEFAULT false,
     created_by name NOT NULL DEFAULT session_user,
@@ -3388,6 +3390,12 @@ AS $$
                           WHERE (p.epoch < k.epoch OR p.epoch = k.epoch AND NOT pg_visible_in_snapshot(k.xid, p.snapshot))
                             AND (k.previous IS NULL OR p.epoch > k.previous_epoch
                                  OR p.epoch = k.previous_epoch AND pg_visible_in_snapshot(k.previous, p.snapshot)))
+    UNION ALL
+    SELECT 'a tag names a pin', NULL, NULL, 'tag "' || t.tag || '", pin ' || t.pin
+    FROM stint.tag_list t WHERE NOT EXISTS (SELECT FROM stint.pins p WHERE p.pin = t.pin)
+    UNION ALL
+    SELECT 'a committed position belongs to a consumer', NULL, NULL, 'consumer "' || m.consumer || '", position ' || m.pos
+    FROM stint.consumer_commits m WHERE NOT EXISTS (SELECT FROM stint.consumer_config c WHERE c.consumer = m.consumer)
     UNION ALL
     SELECT 'what is gone of a table lies below its floor', NULL, NULL, r.relation::text || ' at position ' || t.end_pos
     FROM stint.ticks t CROSS JOIN LATERAL unnest(t.relations) r (relation) JOIN stint.captures c ON c.relation = r.relation
