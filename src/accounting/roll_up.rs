@@ -19,7 +19,7 @@ const AT_LATEST: i64 = 5 * SECOND;
 /// What is not added up, counted up to the number at which that is enough to know; when there was a roll-up last; and whether the sums are those of another
 /// database, of which this one is a copy that was not activated.
 static PENDING: Statement = Statement::new(
-    c"select (select count(*) from (select from stint.new_attempts limit 500) a) + (select count(*) from (select from stint.new_outcomes limit 500) o)
+    c"select (select count(*) from (select from stint.new_attempts limit 500) a) + (select count(*) from (select from stint.new_outcomes n where not n.by_first limit 500) o)
              + (select count(*) from (select from stint.new_bills limit 500) u) + (select count(*) from (select from stint.new_retries limit 500) y),
              (select e.rolled_up_at from stint.last_rollups e where e.incarnation = stint.incarnation()),
              exists (select from stint.last_rollups e where e.incarnation <> stint.incarnation() and e.snapshot is not null)",
@@ -50,6 +50,8 @@ static ADD: Statement = Statement::new(
           set snapshot = null
           from stint.last_rollups c
           where $1 and c.incarnation <> stint.incarnation() and c.snapshot is not null and e.incarnation = c.incarnation and e.number = c.number
+      ), attempts as materialized (
+          select a.* from stint.attempt_tail a
       ), usage as (
           insert into stint.usage_rollups as r
                  (queue, level, since, agent, model, ended, attempts, input_tokens, cached_tokens, output_tokens, model_cost, compute_cost,
@@ -58,7 +60,11 @@ static ADD: Statement = Statement::new(
                  sum(t.model_cost), sum(t.compute_cost), sum(t.predicted_tokens), sum(t.measured_tokens),
                  stint.histogram('duration', null, array_agg(t.wait)), stint.histogram('duration', null, array_agg(t.run)),
                  stint.histogram('share', null, array_agg(t.confidence))
-          from stint.usage_tail t
+          from (select a.since, a.queue, a.agent, a.model, a.ended, a.attempts, a.input_tokens, a.cached_tokens, a.output_tokens, a.model_cost, a.compute_cost,
+                       a.predicted_tokens, a.measured_tokens, a.wait, a.run, a.confidence
+                from attempts a
+                union all
+                select b.* from stint.bill_tail b) t
           cross join stint.rollup_marks m
           cross join lateral (
               select 1 as level, t.since where t.since >= m.minutes_from
@@ -82,7 +88,12 @@ static ADD: Statement = Statement::new(
                   retried_attempts, retried_cost)
           select t.queue, l.level, l.since, t.agent, t.model, t.outcome, sum(t.tasks), sum(t.attempts), sum(t.input_tokens), sum(t.cached_tokens),
                  sum(t.output_tokens), sum(t.model_cost), sum(t.compute_cost), sum(t.retried_attempts), sum(t.retried_cost)
-          from stint.task_tail t
+          from (select a.since, a.queue, a.agent, a.model_of_attempt as model, a.ended as outcome, a.attempts as tasks, a.attempts, a.input_tokens, a.cached_tokens,
+                       a.output_tokens, a.model_cost, a.compute_cost, 0 as retried_attempts, 0::numeric as retried_cost
+                from attempts a
+                where a.by_first
+                union all
+                select o.* from stint.other_task_tail o) t
           cross join stint.rollup_marks m
           cross join lateral (
               select 1 as level, t.since where t.since >= m.minutes_from
@@ -99,7 +110,9 @@ static ADD: Statement = Statement::new(
               model_cost = r.model_cost + excluded.model_cost, compute_cost = r.compute_cost + excluded.compute_cost,
               retried_attempts = r.retried_attempts + excluded.retried_attempts, retried_cost = r.retried_cost + excluded.retried_cost
       )
-      select (select count(*) from stint.new_attempts), (select count(*) from stint.new_outcomes) - (select count(*) from stint.new_retries), may.add
+      select (select coalesce(sum(a.attempts), 0) from attempts a),
+             (select coalesce(sum(a.attempts), 0) from attempts a where a.by_first)
+             + (select count(*) from stint.new_outcomes n where not n.by_first) - (select count(*) from stint.new_retries), may.add
       from may",
     &[pg_sys::BOOLOID],
 );

@@ -2741,7 +2741,7 @@ CROSS JOIN LATERAL (
 COMMENT ON VIEW stint.new_attempts IS 'For accounting: attempts that are not added up yet';
 
 CREATE VIEW stint.new_outcomes AS
-SELECT o.queue, o.id, o.outcome, o.attempt, o.finished_at
+SELECT o.queue, o.id, o.outcome, o.attempt, o.finished_at, false AS by_first
 FROM stint.open_epochs e
 CROSS JOIN LATERAL (
     SELECT t.* FROM stint.task_outcomes t WHERE t.incarnation = e.incarnation AND t.xact >= e.low AND t.xact <= e.high
@@ -2751,8 +2751,8 @@ CROSS JOIN LATERAL (
 ) o
 UNION ALL
 -- A completed attempt is the last of its task and stands for the outcome that came with it, which so needs no index entry of its own.
-SELECT a.queue, a.id, a.ended, a.attempt, a.ended_at FROM stint.new_attempts a WHERE a.ended = 'completed';
-COMMENT ON VIEW stint.new_outcomes IS 'For accounting: outcomes that are not added up yet';
+SELECT a.queue, a.id, a.ended, a.attempt, a.ended_at, a.attempt = 1 FROM stint.new_attempts a WHERE a.ended = 'completed';
+COMMENT ON VIEW stint.new_outcomes IS 'For accounting: outcomes that are not added up yet. by_first: the first attempt completed, and is all that the task used';
 
 CREATE VIEW stint.new_bills AS
 SELECT u.queue, u.id, u.attempt, u.key, u.model, u.input_tokens, u.cached_tokens, u.output_tokens, u.model_cost, u.compute_cost, u.confidence
@@ -2778,47 +2778,61 @@ CROSS JOIN LATERAL (
 WHERE NOT EXISTS (SELECT FROM stint.open_epochs p WHERE p.incarnation = y.outcome_incarnation AND NOT pg_catalog.pg_visible_in_snapshot(y.outcome_xact, p.snapshot));
 COMMENT ON VIEW stint.new_retries IS 'For accounting: outcomes that were added up and taken back since';
 
--- A bill counts from the moment at which both it and its attempt are there: with the attempt where that is new, alone where the attempt was added up before.
-CREATE VIEW stint.usage_tail AS
-SELECT pg_catalog.date_bin('1 minute', v.ended_at, '2000-01-01 00:00:00+00') AS since, v.queue, coalesce(f.agent, '') AS agent, coalesce(v.model, '') AS model, v.ended,
-       v.attempts, coalesce(v.input_tokens, 0)::numeric AS input_tokens, coalesce(v.cached_tokens, 0)::numeric AS cached_tokens,
-       coalesce(v.output_tokens, 0)::numeric AS output_tokens, coalesce(v.model_cost, 0) AS model_cost, coalesce(v.compute_cost, 0) AS compute_cost,
+-- Most tasks complete at their first attempt, so what is added for both is made of the same rows, which are read once.
+CREATE VIEW stint.attempt_tail AS
+SELECT pg_catalog.date_bin('1 minute', a.ended_at, '2000-01-01 00:00:00+00') AS since, a.queue, coalesce(f.agent, '') AS agent, coalesce(w.model, '') AS model, a.ended,
+       w.attempts, coalesce(w.input_tokens, 0)::numeric AS input_tokens, coalesce(w.cached_tokens, 0)::numeric AS cached_tokens,
+       coalesce(w.output_tokens, 0)::numeric AS output_tokens, coalesce(w.model_cost, 0) AS model_cost, coalesce(w.compute_cost, 0) AS compute_cost,
        CASE WHEN m.measured THEN f.tokens ELSE 0 END::numeric AS predicted_tokens,
-       CASE WHEN m.measured THEN coalesce(v.input_tokens, 0) + coalesce(v.output_tokens, 0) ELSE 0 END::numeric AS measured_tokens,
-       CASE WHEN v.attempts = 1 AND v.attempt = 1
-            THEN greatest(extract(epoch FROM v.started_at - greatest(f.enqueued_at, f.run_at)), 0)::double precision * 1e6 END AS wait,
-       CASE WHEN v.attempts = 1 THEN greatest(extract(epoch FROM v.ended_at - v.started_at), 0)::double precision * 1e6 END AS run,
-       v.confidence::numeric::double precision AS confidence
-FROM (
-    SELECT a.queue, a.id, a.attempt, a.started_at, a.ended_at, a.ended, w.*
-    FROM stint.new_attempts a
-    CROSS JOIN LATERAL (
-        SELECT 1 AS attempts, a.model, a.input_tokens, a.cached_tokens, a.output_tokens, a.model_cost, a.compute_cost, a.confidence
-        UNION ALL
-        SELECT 0, coalesce(u.model, a.model), u.input_tokens, u.cached_tokens, u.output_tokens, u.model_cost, u.compute_cost, u.confidence
-        FROM stint.usage_late u WHERE u.queue = a.queue AND u.id = a.id AND u.attempt = a.attempt
-    ) w
-    UNION ALL
-    SELECT u.queue, u.id, u.attempt, a.started_at, a.ended_at, a.ended,
-           0, coalesce(u.model, a.model), u.input_tokens, u.cached_tokens, u.output_tokens, u.model_cost, u.compute_cost, u.confidence
-    FROM stint.new_bills u
-    CROSS JOIN LATERAL (SELECT t.* FROM stint.task_attempts t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) AND t.attempt = u.attempt LIMIT 1) a
-    WHERE NOT EXISTS (SELECT FROM stint.open_epochs p WHERE p.incarnation = a.incarnation AND NOT pg_catalog.pg_visible_in_snapshot(a.xact, p.snapshot))
-) v
-CROSS JOIN LATERAL (SELECT t.agent, t.tokens, t.enqueued_at, t.run_at FROM stint.task_facts t WHERE t.queue = v.queue AND t.id = v.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(v.id), 15) LIMIT 1) f
+       CASE WHEN m.measured THEN coalesce(w.input_tokens, 0) + coalesce(w.output_tokens, 0) ELSE 0 END::numeric AS measured_tokens,
+       CASE WHEN w.attempts = 1 AND a.attempt = 1
+            THEN greatest(extract(epoch FROM a.started_at - greatest(f.enqueued_at, f.run_at)), 0)::double precision * 1e6 END AS wait,
+       CASE WHEN w.attempts = 1 THEN greatest(extract(epoch FROM a.ended_at - a.started_at), 0)::double precision * 1e6 END AS run,
+       w.confidence::numeric::double precision AS confidence,
+       coalesce(a.model, '') AS model_of_attempt, a.ended = 'completed' AND a.attempt = 1 AS by_first
+FROM stint.new_attempts a
+CROSS JOIN LATERAL (SELECT t.agent, t.tokens, t.enqueued_at, t.run_at FROM stint.task_facts t WHERE t.queue = a.queue AND t.id = a.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(a.id), 15) LIMIT 1) f
 CROSS JOIN LATERAL (
-    SELECT v.attempts = 1 AND f.tokens > 0 AND v.ended IN ('completed', 'failed') AND (v.input_tokens IS NOT NULL OR v.output_tokens IS NOT NULL) AS measured
+    SELECT 1 AS attempts, a.model, a.input_tokens, a.cached_tokens, a.output_tokens, a.model_cost, a.compute_cost, a.confidence
+    UNION ALL
+    SELECT 0, coalesce(u.model, a.model), u.input_tokens, u.cached_tokens, u.output_tokens, u.model_cost, u.compute_cost, u.confidence
+    FROM stint.usage_late u WHERE u.queue = a.queue AND u.id = a.id AND u.attempt = a.attempt
+) w
+CROSS JOIN LATERAL (
+    SELECT w.attempts = 1 AND f.tokens > 0 AND a.ended IN ('completed', 'failed') AND (w.input_tokens IS NOT NULL OR w.output_tokens IS NOT NULL) AS measured
 ) m;
+COMMENT ON VIEW stint.attempt_tail IS
+'For accounting: what the next roll-up adds for attempts, one row for each and for each late usage that came before it was added. wait and run are in microseconds. by_first: the same for its task';
+
+-- A bill counts from the moment at which both it and its attempt are there: with the attempt where that is new, alone where the attempt was added up before.
+CREATE VIEW stint.bill_tail AS
+SELECT pg_catalog.date_bin('1 minute', a.ended_at, '2000-01-01 00:00:00+00') AS since, u.queue, coalesce(f.agent, '') AS agent, coalesce(u.model, a.model, '') AS model, a.ended,
+       0 AS attempts, coalesce(u.input_tokens, 0)::numeric AS input_tokens, coalesce(u.cached_tokens, 0)::numeric AS cached_tokens,
+       coalesce(u.output_tokens, 0)::numeric AS output_tokens, coalesce(u.model_cost, 0) AS model_cost, coalesce(u.compute_cost, 0) AS compute_cost,
+       0::numeric AS predicted_tokens, 0::numeric AS measured_tokens, NULL::double precision AS wait, NULL::double precision AS run,
+       u.confidence::numeric::double precision AS confidence
+FROM stint.new_bills u
+CROSS JOIN LATERAL (SELECT t.* FROM stint.task_attempts t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) AND t.attempt = u.attempt LIMIT 1) a
+CROSS JOIN LATERAL (SELECT t.agent FROM stint.task_facts t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) LIMIT 1) f
+WHERE NOT EXISTS (SELECT FROM stint.open_epochs p WHERE p.incarnation = a.incarnation AND NOT pg_catalog.pg_visible_in_snapshot(a.xact, p.snapshot));
+COMMENT ON VIEW stint.bill_tail IS 'For accounting: what the next roll-up adds for late usage of attempts that were added before';
+
+CREATE VIEW stint.usage_tail AS
+SELECT a.since, a.queue, a.agent, a.model, a.ended, a.attempts, a.input_tokens, a.cached_tokens, a.output_tokens, a.model_cost, a.compute_cost,
+       a.predicted_tokens, a.measured_tokens, a.wait, a.run, a.confidence
+FROM stint.attempt_tail a
+UNION ALL
+SELECT b.* FROM stint.bill_tail b;
 COMMENT ON VIEW stint.usage_tail IS 'For accounting: what the next roll-up adds to usage_rollups, one row for each attempt and each late usage. wait and run are in microseconds';
 
--- What a task used is read from all its attempts when it finishes. Where that is taken back, it is what had been added: bills that came since are left out.
-CREATE VIEW stint.task_tail AS
+-- What a task used that did not complete at its first attempt is read from all its attempts when it finishes. Where that is taken back, it is what had been added: bills that came since are left out.
+CREATE VIEW stint.other_task_tail AS
 SELECT pg_catalog.date_bin('1 minute', o.finished_at, '2000-01-01 00:00:00+00') AS since, o.queue, coalesce(f.agent, '') AS agent, coalesce(s.model, '') AS model, o.outcome,
        o.sign AS tasks, o.sign * s.attempts AS attempts, o.sign * s.input_tokens AS input_tokens, o.sign * s.cached_tokens AS cached_tokens,
        o.sign * s.output_tokens AS output_tokens, o.sign * s.model_cost AS model_cost, o.sign * s.compute_cost AS compute_cost,
        o.sign * s.retried_attempts AS retried_attempts, o.sign * s.retried_cost AS retried_cost
 FROM (
-    SELECT 1 AS sign, n.queue, n.id, n.outcome, n.attempt, n.finished_at FROM stint.new_outcomes n
+    SELECT 1 AS sign, n.queue, n.id, n.outcome, n.attempt, n.finished_at FROM stint.new_outcomes n WHERE NOT n.by_first
     UNION ALL
     SELECT -1, y.queue, y.id, y.outcome, y.attempt, y.finished_at FROM stint.new_retries y
 ) o
@@ -2858,6 +2872,16 @@ CROSS JOIN LATERAL (SELECT t.agent FROM stint.task_facts t WHERE t.queue = u.que
 LEFT JOIN LATERAL (SELECT t.model, t.incarnation, t.xact FROM stint.task_attempts t WHERE t.queue = u.queue AND t.id = u.id AND get_byte(uuid_send(t.id), 15) = get_byte(uuid_send(u.id), 15) AND t.attempt = o.attempt LIMIT 1) l ON true
 WHERE NOT EXISTS (SELECT FROM stint.open_epochs p
                   WHERE p.incarnation = coalesce(o.incarnation, l.incarnation) AND NOT pg_catalog.pg_visible_in_snapshot(coalesce(o.xact, l.xact), p.snapshot));
+COMMENT ON VIEW stint.other_task_tail IS
+'For accounting: what the next roll-up adds for tasks that did not complete at their first attempt, for late usage of tasks that were added before, and, below zero, for tasks taken back';
+
+CREATE VIEW stint.task_tail AS
+SELECT a.since, a.queue, a.agent, a.model_of_attempt AS model, a.ended AS outcome, a.attempts AS tasks, a.attempts, a.input_tokens, a.cached_tokens, a.output_tokens,
+       a.model_cost, a.compute_cost, 0 AS retried_attempts, 0::numeric AS retried_cost
+FROM stint.attempt_tail a
+WHERE a.by_first
+UNION ALL
+SELECT o.* FROM stint.other_task_tail o;
 COMMENT ON VIEW stint.task_tail IS 'For accounting: what the next roll-up adds to task_rollups, one row for each finished task, each late usage of one, and, below zero, each one taken back';
 
 CREATE FUNCTION stint.roll_up() RETURNS TABLE (attempts bigint, tasks bigint)
