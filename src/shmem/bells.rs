@@ -3,7 +3,8 @@
 
 use super::{Instance, Lock};
 use crate::xact::Pending;
-use std::cell::UnsafeCell;
+use std::cell::{Cell, UnsafeCell};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 const BELLS: usize = 4096;
 /// How far from its home place a bell may stand before the table counts as full.
@@ -30,6 +31,8 @@ struct Bell {
 /// In shared memory, guarded by [`Lock::Bells`].
 #[repr(C)]
 pub struct Shared {
+    /// How often bells were taken, by whichever worker; read without the lock, too.
+    takes: AtomicU64,
     /// A place with kind 0 is free.
     bells: UnsafeCell<[Bell; BELLS]>,
 }
@@ -48,6 +51,9 @@ pub struct Ring {
 thread_local! {
     /// The bells to ring at commit.
     pub static PENDING: Pending<Ring> = const { Pending::new() };
+    /// The bell that this session found rung or rang last, and how often bells had been taken then: as long as they are not taken again it is still rung, and
+    /// whoever takes it does so after this commit. So who commits over and over does without the lock.
+    static RUNG: Cell<Option<(Ring, u64)>> = const { Cell::new(None) };
 }
 
 /// Rings when this transaction commits. Asking twice rings once.
@@ -69,7 +75,11 @@ fn place(ring: &Ring) -> usize {
 /// At commit: marks the bell. A table too full to hold it loses the doorbell, never the change: clients also poll.
 pub fn commit(ring: &Ring) {
     let Some(shared) = super::get() else { return };
+    if RUNG.get().is_some_and(|(rung, takes)| rung == *ring && takes == shared.bells.takes.load(Ordering::SeqCst)) {
+        return;
+    }
     let _held = super::lock(Lock::Bells);
+    let takes = shared.bells.takes.load(Ordering::Relaxed);
     // SAFETY: the lock is held.
     let bells = unsafe { &mut *shared.bells.bells.get() };
     let home = place(ring);
@@ -77,10 +87,12 @@ pub fn commit(ring: &Ring) {
         let bell = &mut bells[(home + step) % BELLS];
         let same = bell.kind == ring.kind as u32 && bell.object == ring.object && bell.instance == ring.instance;
         if same {
+            RUNG.set(Some((*ring, takes)));
             return; // rung already: the worker is awake
         }
         if bell.kind == 0 {
             *bell = Bell { instance: ring.instance, kind: ring.kind as u32, object: ring.object };
+            RUNG.set(Some((*ring, takes)));
             break;
         }
     }
@@ -91,6 +103,7 @@ pub fn commit(ring: &Ring) {
 pub fn take(shared: &super::Shared, instance: Instance) -> Vec<(Kind, u32)> {
     let mut rung = Vec::with_capacity(BELLS);
     let _held = super::lock(Lock::Bells);
+    shared.bells.takes.fetch_add(1, Ordering::SeqCst);
     // SAFETY: the lock is held; the vector has room, so nothing allocates under it.
     let bells = unsafe { &mut *shared.bells.bells.get() };
     for bell in bells.iter_mut().filter(|bell| bell.kind != 0 && bell.instance.database == instance.database) {

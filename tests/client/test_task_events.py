@@ -270,8 +270,12 @@ def test_a_reader_sleeps_in_the_server_until_something_happens(queue, connect):
 
 
 def aged(conn, end):
-    """Makes the ticks up to a position older than their time."""
-    conn.execute("UPDATE stint.task_event_ticks SET at = at - interval '8 days' WHERE end_pos <= %s", (end,))
+    """Makes the ticks up to a position older than their time. The worker may be removing some of them, in another order than this hand."""
+    while True:
+        try:
+            return conn.execute("UPDATE stint.task_event_ticks SET at = at - interval '8 days' WHERE end_pos <= %s", (end,))
+        except psycopg.errors.DeadlockDetected:
+            pass
 
 
 def test_old_events_go_bit_by_bit_and_whoever_missed_them_is_told(queue):
