@@ -222,6 +222,10 @@ Returns one row per element, in order, with what stint.complete would answer: ea
 Tasks are taken in the order of their ids. An element that is no item, or names an unknown task, is an error that names it, and then nothing is changed.
 Use in FROM. Errors: as stint.complete, naming the element; 54000 more elements than stint.max_batch.';
 
+CREATE TYPE stint.finish_and_claim_row AS (kind text, id uuid, outcome text, result jsonb, first boolean, status text, attempt int, lease uuid, payload jsonb, priority int, agent text, tokens bigint, labels jsonb, enqueued_at timestamptz, expires_at timestamptz, expires_in_ms bigint);
+REVOKE ALL ON TYPE stint.finish_and_claim_row FROM PUBLIC;
+COMMENT ON TYPE stint.finish_and_claim_row IS
+'What stint.finish_and_claim returns: what became of the task that was to end (kind ''finished''), then the tasks claimed (kind ''claimed'').';
 CREATE FUNCTION stint.finish_and_claim(
     queue text,
     id uuid,
@@ -241,13 +245,14 @@ CREATE FUNCTION stint.finish_and_claim(
     compute_cost numeric DEFAULT NULL,
     confidence real DEFAULT NULL,
     meta jsonb DEFAULT NULL
-) RETURNS TABLE (kind text, id uuid, outcome text, result jsonb, first boolean, status text, attempt int, lease uuid, payload jsonb, priority int, agent text, tokens bigint, labels jsonb, enqueued_at timestamptz, expires_at timestamptz, expires_in_ms bigint)
+) RETURNS SETOF stint.finish_and_claim_row
 LANGUAGE c VOLATILE PARALLEL UNSAFE
 AS 'MODULE_PATHNAME', 'finish_and_claim_wrapper';
 REVOKE ALL ON FUNCTION stint.finish_and_claim FROM PUBLIC;
 COMMENT ON FUNCTION stint.finish_and_claim IS
 'Ends one attempt as completed and claims the next tasks, in one commit. What the finished task held of its budgets is there for the claimed ones.
-Returns one row of kind ''finished'', always and first, with id, outcome, result, first and status as stint.complete answers; then one row of kind ''claimed'' for each task
+Returns kind, id, outcome, result, first, status, attempt, lease, payload, priority, agent, tokens, labels, enqueued_at, expires_at, expires_in_ms (type stint.finish_and_claim_row).
+One row of kind ''finished'', always and first, has id, outcome, result, first and status as stint.complete answers; then one row of kind ''claimed'' for each task
 claimed, with stint.claim''s columns. The claim happens whatever became of the finished task. Never waits for tasks. The arguments are those of both.
 Use in FROM. Errors: as stint.complete and stint.claim.';
 

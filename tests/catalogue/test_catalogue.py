@@ -83,7 +83,7 @@ def test_every_column_can_be_written_without_quotes(installed):
         SELECT r.name, a.attname
         FROM ({RELATIONS}) r
         JOIN pg_attribute a ON a.attrelid = r.oid AND a.attnum > 0 AND NOT a.attisdropped
-        WHERE r.relkind IN ('r', 'p', 'v', 'm')
+        WHERE r.relkind IN ('r', 'p', 'v', 'm', 'c')
           AND (quote_ident(a.attname) <> a.attname
                AND a.attname NOT IN (SELECT word FROM pg_get_keywords() WHERE catcode = 'C'))
         """,
@@ -130,6 +130,22 @@ def test_functions_that_return_rows_name_their_columns(installed):
         WHERE (f.proretset OR t.oid = 'record'::regtype)
           AND t.typtype <> 'c'
           AND NOT coalesce(f.proargmodes && ARRAY['o', 'b', 't']::"char"[], false)
+        """,
+    )
+
+
+def test_a_type_of_rows_has_a_comment_and_the_function_that_returns_it_names_its_columns(installed):
+    """`\\df` shows no more than the name of the type."""
+    assert_none(
+        installed,
+        f"""
+        SELECT r.name
+        FROM ({RELATIONS}) r
+        LEFT JOIN ({FUNCTIONS}) f ON f.prorettype = r.reltype
+        CROSS JOIN LATERAL (SELECT string_agg(attname, ', ' ORDER BY attnum) AS columns FROM pg_attribute WHERE attrelid = r.oid AND attnum > 0) a
+        WHERE r.relkind = 'c'
+          AND NOT coalesce(obj_description(r.reltype, 'pg_type') <> ''
+                           AND strpos(obj_description(f.oid, 'pg_proc'), format('Returns %s (type %s).', a.columns, r.name)) > 0, false)
         """,
     )
 
@@ -203,7 +219,9 @@ def test_everything_in_the_schema_belongs_to_the_extension(installed):
         installed,
         f"""
         SELECT name
-        FROM (SELECT 'pg_class'::regclass AS class, oid, name FROM ({RELATIONS}) r WHERE relkind NOT IN ('i', 'I')
+        FROM (SELECT 'pg_class'::regclass AS class, oid, name FROM ({RELATIONS}) r WHERE relkind NOT IN ('i', 'I', 'c')
+              UNION ALL
+              SELECT 'pg_type'::regclass, reltype, name FROM ({RELATIONS}) r WHERE relkind = 'c'
               UNION ALL
               SELECT 'pg_proc'::regclass, oid, name FROM ({FUNCTIONS}) f
               UNION ALL

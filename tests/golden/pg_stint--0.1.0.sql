@@ -587,7 +587,8 @@ COMMENT ON VIEW stint.queue_stats IS 'Tasks of each queue by status, whether it 
 -- requires:
 --   queue_views
 
--- The queue's verbs. Each is a function of the library (src/queue, src/budget); its COMMENT is its reference.
+-- The queue's verbs. Each is a function of the library (src/queue, src/budget); its COMMENT is its reference. Those that workers call for each task return rows of
+-- a type with a name: the columns of RETURNS TABLE are worked out anew at every execution.
 
 CREATE FUNCTION stint.create_queue(
     queue text,
@@ -751,6 +752,10 @@ COMMENT ON FUNCTION stint.enqueue_many(text, jsonb) IS
 Returns one row per element, in order; created is false where the element''s key was held, and id is then the first task''s.
 Use in FROM. Errors: as stint.enqueue, naming the element; 54000 more elements than stint.max_batch.';
 
+CREATE TYPE stint.claim_row AS (queue text, id uuid, attempt int, lease uuid, payload jsonb, priority int, agent text, tokens bigint, labels jsonb, enqueued_at timestamptz, expires_at timestamptz, expires_in_ms bigint);
+REVOKE ALL ON TYPE stint.claim_row FROM PUBLIC;
+COMMENT ON TYPE stint.claim_row IS
+'What stint.claim returns: a task and the right to end its attempt.';
 CREATE FUNCTION stint.claim(
     queue text,
     worker text,
@@ -758,12 +763,13 @@ CREATE FUNCTION stint.claim(
     lease_for interval DEFAULT NULL,
     wait interval DEFAULT NULL,
     agents text[] DEFAULT NULL
-) RETURNS TABLE (queue text, id uuid, attempt int, lease uuid, payload jsonb, priority int, agent text, tokens bigint, labels jsonb, enqueued_at timestamptz, expires_at timestamptz, expires_in_ms bigint)
+) RETURNS SETOF stint.claim_row
 LANGUAGE c VOLATILE PARALLEL UNSAFE
 AS 'MODULE_PATHNAME', 'claim_wrapper';
 REVOKE ALL ON FUNCTION stint.claim(text, text, int, interval, interval, text[]) FROM PUBLIC;
 COMMENT ON FUNCTION stint.claim(text, text, int, interval, interval, text[]) IS
 'Takes at most max tasks under a lease each, by priority (descending), then enqueue order; only tasks whose budgets all have room.
+Returns queue, id, attempt, lease, payload, priority, agent, tokens, labels, enqueued_at, expires_at, expires_in_ms (type stint.claim_row).
 In a fair queue the group that got the fewest tokens by weight has the next turn, task by task, and that order holds within each group; a group without room is passed by.
 worker: who runs them, as shown in stint.tasks. lease_for: in place of the task''s or the queue''s.
 wait: sleep in the server until a task is there, at most so long (and at most stint.max_wait); one waiter is woken for each task. Give waiters a connection pool of their own.
@@ -773,6 +779,10 @@ lease is a secret: it is the right to end this attempt. expires_in_ms counts fro
 An empty claim writes nothing. Use in FROM. Never waits for other sessions'' rows.
 Errors: 42704 unknown queue; 25001 wait under REPEATABLE READ; 40001 under REPEATABLE READ when another session took the row; 0A000 when a transaction that claimed tasks with budgets or of a fair queue is prepared.';
 
+CREATE TYPE stint.extend_row AS (status text, expires_at timestamptz, expires_in_ms bigint);
+REVOKE ALL ON TYPE stint.extend_row FROM PUBLIC;
+COMMENT ON TYPE stint.extend_row IS
+'What stint.extend returns: how the lease stands.';
 CREATE FUNCTION stint.extend(
     queue text,
     id uuid,
@@ -781,16 +791,21 @@ CREATE FUNCTION stint.extend(
     progress jsonb DEFAULT NULL,
     run_id text DEFAULT NULL,
     trace_id text DEFAULT NULL
-) RETURNS TABLE (status text, expires_at timestamptz, expires_in_ms bigint)
+) RETURNS SETOF stint.extend_row
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'extend_wrapper';
 REVOKE ALL ON FUNCTION stint.extend(text, uuid, uuid, interval, jsonb, text, text) FROM PUBLIC;
 COMMENT ON FUNCTION stint.extend(text, uuid, uuid, interval, jsonb, text, text) IS
 'The heartbeat: the lease now ends duration from now (by default as long as it was granted for), but never after the attempt''s max_run_time.
+Returns status, expires_at, expires_in_ms (type stint.extend_row).
 status: ''held''; ''cancel_requested'' (still held: stop, then fail or release); ''lost'' (another attempt may run: stop).
 progress, run_id, trace_id: kept and shown in stint.tasks and, for a worker that dies, in stint.attempts.
 A lease past its time that was not swept yet is extended. Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
 
+CREATE TYPE stint.complete_row AS (outcome text, result jsonb, first boolean, status text);
+REVOKE ALL ON TYPE stint.complete_row FROM PUBLIC;
+COMMENT ON TYPE stint.complete_row IS
+'What stint.complete returns: what became of the attempt and of its task.';
 CREATE FUNCTION stint.complete(
     queue text,
     id uuid,
@@ -806,18 +821,23 @@ CREATE FUNCTION stint.complete(
     compute_cost numeric DEFAULT NULL,
     confidence real DEFAULT NULL,
     meta jsonb DEFAULT NULL
-) RETURNS TABLE (outcome text, result jsonb, first boolean, status text)
+) RETURNS SETOF stint.complete_row
 LANGUAGE c VOLATILE PARALLEL UNSAFE
 AS 'MODULE_PATHNAME', 'complete_wrapper';
 REVOKE ALL ON FUNCTION stint.complete(text, uuid, uuid, jsonb, text, text, text, bigint, bigint, bigint, numeric, numeric, real, jsonb) FROM PUBLIC;
 COMMENT ON FUNCTION stint.complete(text, uuid, uuid, jsonb, text, text, text, bigint, bigint, bigint, numeric, numeric, real, jsonb) IS
 'Ends the attempt as completed, and the task with it. Call it again as often as you like: one call is accepted, and every caller learns whether it was the one (first).
+Returns outcome, result, first, status (type stint.complete_row).
 outcome: ''completed''; ''already_completed'' by this lease, with the stored result; ''already_failed'' by this lease; ''already_finished'' otherwise, status says how;
 ''superseded'': another attempt took over; ''unknown_lease'': never granted here, nothing was changed.
 A lease that lapsed still completes its task while no other attempt has begun (unless the queue says late_result ''reject''). status: the task''s status now.
 run_id, trace_id: the run on your job platform and its trace. model, input_tokens, cached_tokens (of the input), output_tokens, model_cost, compute_cost (any one currency), confidence (0 to 1), meta: what the attempt used; kept once for each attempt whatever became of it.
 Use in FROM. Errors: P0002 unknown task; 42704 unknown queue.';
 
+CREATE TYPE stint.fail_row AS (outcome text, result jsonb, first boolean, status text, retry_at timestamptz, retry_in_ms bigint);
+REVOKE ALL ON TYPE stint.fail_row FROM PUBLIC;
+COMMENT ON TYPE stint.fail_row IS
+'What stint.fail returns: what became of the attempt and of its task, and when it is tried again.';
 CREATE FUNCTION stint.fail(
     queue text,
     id uuid,
@@ -835,12 +855,13 @@ CREATE FUNCTION stint.fail(
     compute_cost numeric DEFAULT NULL,
     confidence real DEFAULT NULL,
     meta jsonb DEFAULT NULL
-) RETURNS TABLE (outcome text, result jsonb, first boolean, status text, retry_at timestamptz, retry_in_ms bigint)
+) RETURNS SETOF stint.fail_row
 LANGUAGE c VOLATILE PARALLEL UNSAFE SET search_path = pg_catalog, pg_temp
 AS 'MODULE_PATHNAME', 'fail_wrapper';
 REVOKE ALL ON FUNCTION stint.fail(text, uuid, uuid, text, interval, boolean, text, text, text, bigint, bigint, bigint, numeric, numeric, real, jsonb) FROM PUBLIC;
 COMMENT ON FUNCTION stint.fail(text, uuid, uuid, text, interval, boolean, text, text, text, bigint, bigint, bigint, numeric, numeric, real, jsonb) IS
 'Ends the attempt as failed. The task is tried again after the queue''s back-off, or retry_in, until its attempts are used up; with retryable false it fails at once.
+Returns outcome, result, first, status, retry_at, retry_in_ms (type stint.fail_row).
 outcome: ''retrying'' (retry_at, retry_in_ms say when); ''failed''; ''cancelled'' where that had been asked; else as stint.complete answers.
 A lapsed lease cannot fail a task that waits for or runs in another attempt: ''superseded''.
 run_id, trace_id: the run on your job platform and its trace. model, input_tokens, cached_tokens (of the input), output_tokens, model_cost, compute_cost (any one currency), confidence (0 to 1), meta: what the attempt used; kept once for each attempt whatever became of it.
@@ -1374,6 +1395,10 @@ Returns one row per element, in order, with what stint.complete would answer: ea
 Tasks are taken in the order of their ids. An element that is no item, or names an unknown task, is an error that names it, and then nothing is changed.
 Use in FROM. Errors: as stint.complete, naming the element; 54000 more elements than stint.max_batch.';
 
+CREATE TYPE stint.finish_and_claim_row AS (kind text, id uuid, outcome text, result jsonb, first boolean, status text, attempt int, lease uuid, payload jsonb, priority int, agent text, tokens bigint, labels jsonb, enqueued_at timestamptz, expires_at timestamptz, expires_in_ms bigint);
+REVOKE ALL ON TYPE stint.finish_and_claim_row FROM PUBLIC;
+COMMENT ON TYPE stint.finish_and_claim_row IS
+'What stint.finish_and_claim returns: what became of the task that was to end (kind ''finished''), then the tasks claimed (kind ''claimed'').';
 CREATE FUNCTION stint.finish_and_claim(
     queue text,
     id uuid,
@@ -1393,13 +1418,14 @@ CREATE FUNCTION stint.finish_and_claim(
     compute_cost numeric DEFAULT NULL,
     confidence real DEFAULT NULL,
     meta jsonb DEFAULT NULL
-) RETURNS TABLE (kind text, id uuid, outcome text, result jsonb, first boolean, status text, attempt int, lease uuid, payload jsonb, priority int, agent text, tokens bigint, labels jsonb, enqueued_at timestamptz, expires_at timestamptz, expires_in_ms bigint)
+) RETURNS SETOF stint.finish_and_claim_row
 LANGUAGE c VOLATILE PARALLEL UNSAFE
 AS 'MODULE_PATHNAME', 'finish_and_claim_wrapper';
 REVOKE ALL ON FUNCTION stint.finish_and_claim FROM PUBLIC;
 COMMENT ON FUNCTION stint.finish_and_claim IS
 'Ends one attempt as completed and claims the next tasks, in one commit. What the finished task held of its budgets is there for the claimed ones.
-Returns one row of kind ''finished'', always and first, with id, outcome, result, first and status as stint.complete answers; then one row of kind ''claimed'' for each task
+Returns kind, id, outcome, result, first, status, attempt, lease, payload, priority, agent, tokens, labels, enqueued_at, expires_at, expires_in_ms (type stint.finish_and_claim_row).
+One row of kind ''finished'', always and first, has id, outcome, result, first and status as stint.complete answers; then one row of kind ''claimed'' for each task
 claimed, with stint.claim''s columns. The claim happens whatever became of the finished task. Never waits for tasks. The arguments are those of both.
 Use in FROM. Errors: as stint.complete and stint.claim.';
 
