@@ -25,11 +25,11 @@ def units(chosen, entrants):
             for variant in module.variants(chosen):
                 if name not in chosen.scenarios and f"{name}/{variant}" not in chosen.scenarios:
                     continue
-                if turn > getattr(module, "rounds", lambda options, _variant: options.rounds)(chosen, variant):
-                    continue
                 for entrant in entrants.values():
                     # A part beyond the first works for all as it does for two.
                     if chosen.quick and variant != module.variants(chosen)[0] and entrant.name not in ("pg_stint", "hand"):
+                        continue
+                    if turn > getattr(module, "rounds", lambda options, *_: options.rounds)(chosen, entrant, variant):
                         continue
                     if entrant.name in chosen.contenders and module.runs(entrant, variant):
                         yield f"{turn}/{name}/{variant}/{entrant.name}", module, variant, entrant

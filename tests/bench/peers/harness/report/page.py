@@ -7,7 +7,8 @@ from . import goals, plots, summary, tables
 from .stats import FOREIGN_LIMIT, STEAL_LIMIT, Results, disturbed
 
 HOW = """
-Every figure is the median of the rounds ({rounds}), which go through all scenarios one after the other, so that what is compared was measured side by
+Every figure is the median of the rounds ({rounds}; of one where a contender other than pg_stint and the tables by hand needs a minute or more: under a held
+snapshot, with a million tasks ready, by way of a pooler). Rounds go through all scenarios one after the other, so that what is compared was measured side by
 side and a slow hour hits all alike. The *spread* is half the distance between the extremes, as a share of the median. *Of bare insert+commit* divides
 by the rate of single-row inserts by 8 clients into a table with one index, measured right before and right after the very sample.
 

@@ -3,7 +3,7 @@
 TITLE                    what the report calls it
 variants(options)        names of its parts, each measured as a unit of its own; the first is the one that counts
 runs(contender, variant) whether a contender can do that
-rounds(options, variant) optional: how often
+rounds(options, contender, variant) optional: how often
 seconds(options, contender, variant)   about how long one unit takes
 run(bench, contender, variant)
 """

@@ -18,7 +18,7 @@ def variants(_options):
     return ("",)
 
 
-def rounds(_options, _variant):
+def rounds(_options, _contender, _variant):
     return 1
 
 

@@ -14,6 +14,11 @@ def variants(_options):
     return ("direct", "pgbouncer")
 
 
+def rounds(options, contender, variant):
+    """By way of a pooler everyone else polls, and waits half the pause."""
+    return options.rounds if variant == "direct" or contender.name == "pg_stint" else 1
+
+
 def runs(contender, variant):
     if contender.driver == "own":
         return variant == "direct" and "waiting" in contender.own_scenarios
