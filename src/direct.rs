@@ -386,6 +386,22 @@ impl Drop for Opened {
     }
 }
 
+/// Whether one of the extension's tables has a page, and so may have rows. True as well where somebody else holds the table: this never waits.
+pub fn has_pages(table: &CStr) -> bool {
+    let access = pg_sys::AccessShareLock as i32;
+    // SAFETY: a catalogue look-up; what is locked and opened is closed and let go of again.
+    unsafe {
+        let oid = pg_sys::get_relname_relid(table.as_ptr(), pg_sys::Oid::from(Instance::here().schema));
+        if oid == pg_sys::InvalidOid || !pg_sys::ConditionalLockRelationOid(oid, access) {
+            return true;
+        }
+        let relation = pg_sys::table_open(oid, pg_sys::NoLock as i32);
+        let pages = pg_sys::RelationGetNumberOfBlocksInFork(relation, pg_sys::ForkNumber::MAIN_FORKNUM);
+        pg_sys::table_close(relation, access);
+        pages > 0
+    }
+}
+
 /// A condition on a column of an index.
 #[derive(Clone, Copy)]
 pub struct Condition {

@@ -256,15 +256,22 @@ thread_local! {
     static NEXT: Cell<(i64, u64)> = const { Cell::new((i64::MIN, 0)) };
 }
 
-/// One round for the maintenance worker. Does not wait: where another session holds the roll-up lock, that one does the work. Rows are counted as they are written:
-/// a look at the tables in each of the many rounds of a busy database would cost as much as adding up.
+/// And where it knows of nothing: rows may have come by other ways than the verbs, or before a restart, and finer sums become coarser ones with time.
+const LOOK_SELDOM: i64 = 10 * SECOND;
+
+/// Whether it is time to look again, or much has come. Rows are counted as they are written: a look at the tables in each of the many rounds of a busy database
+/// would cost as much as adding up.
+pub fn due() -> bool {
+    let (look_at, added) = NEXT.get();
+    let new = workers::counted_to_add().wrapping_sub(added);
+    let wait = if new == 0 { LOOK_SELDOM - LOOK_EVERY } else { 0 };
+    new >= SOON as u64 || Instant::now().0 >= look_at.saturating_add(wait)
+}
+
+/// One round for the maintenance worker. Does not wait: where another session holds the roll-up lock, that one does the work.
 pub fn step() -> bool {
     let now = Instant::now();
-    let (look_at, added) = NEXT.get();
     let counted = workers::counted_to_add();
-    if now.0 < look_at && counted.wrapping_sub(added) < SOON as u64 {
-        return false;
-    }
     NEXT.set((now.plus(LOOK_EVERY).0, counted));
     connect(|session| {
         if !object_lock::take(Lock::RollUps, true) {
@@ -281,7 +288,7 @@ pub fn step() -> bool {
         }
         let more = coarsen(session, now);
         if more {
-            NEXT.set((now.0, counted));
+            NEXT.set((i64::MIN, counted));
         }
         more
     })

@@ -266,15 +266,17 @@ pub fn ensure_loaded(session: &Session, instance: Instance) {
 /// How often the maintenance worker adds up the running rows again, in microseconds.
 const RECONCILE_EVERY: i64 = 60 * SECOND;
 
+/// Whether live usage has to be loaded, or is to be looked over again.
+pub fn due() -> bool {
+    !budgets::loaded(shmem::required(), Instance::here()) || Instant::now().0 >= NEXT.get()
+}
+
 /// One round for the maintenance worker: loads after a start, and from time to time sets right what somebody's direct change of the rows made wrong. Never
 /// waits.
 pub fn step() -> bool {
     let instance = Instance::here();
     let now = Instant::now();
     let loaded = budgets::loaded(shmem::required(), instance);
-    if loaded && now.0 < NEXT.get() {
-        return false;
-    }
     let share = pg_sys::ShareLock as i32;
     // SAFETY: ordinary relation locks; the worker's transaction is READ COMMITTED and has written nothing.
     unsafe {

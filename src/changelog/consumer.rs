@@ -10,7 +10,7 @@ use super::seen::{self, Sight};
 use crate::errors::{self, Fault};
 use crate::shmem::waiters::{self, Waiter};
 use crate::spi::{Identity, Session, Statement, arg, connect};
-use crate::values::{Instant, RawInterval, RawJsonb};
+use crate::values::{Instant, RawInterval, RawJsonb, SECOND};
 use crate::{guc, horizon, input};
 use pgrx::prelude::*;
 use std::cell::{Cell, RefCell};
@@ -278,19 +278,22 @@ fn commit(consumer: Option<&str>, pos: Option<i64>) {
     });
 }
 
+/// How often the maintenance worker trims.
+const TRIM_EVERY: i64 = 60 * SECOND;
+
 thread_local! {
-    /// When this worker trimmed last.
-    static TRIMMED: Cell<Instant> = const { Cell::new(Instant(0)) };
+    static NEXT: Cell<Instant> = const { Cell::new(Instant(0)) };
 }
 
-/// Trims once a minute. For the worker.
+/// Whether it is time again to trim.
+pub fn due() -> bool {
+    Instant::now() >= NEXT.get()
+}
+
+/// Trims. For the worker.
 pub fn step() -> bool {
-    const EVERY_MS: i64 = 60_000;
-    let now = Instant::now();
-    if now.ms_since(TRIMMED.get()) >= EVERY_MS {
-        TRIMMED.set(now);
-        trim();
-    }
+    NEXT.set(Instant::now().plus(TRIM_EVERY));
+    trim();
     false
 }
 

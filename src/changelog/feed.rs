@@ -5,12 +5,14 @@
 //! on to them. The events of a queue's tick are those visible in its snapshot and not in that of the tick before, ordered by seq; the positions of a tick are
 //! the `events` up to its `end_pos`.
 
+use crate::direct;
 use crate::guc;
 use crate::object_lock::{self, Lock};
 use crate::spi::{Identity, Session, Statement, arg, connect};
 use crate::values::{Instant, SECOND};
 use crate::{input, shmem};
 use pgrx::prelude::*;
+use std::cell::Cell;
 
 static BEGIN: Statement = Statement::new(
     c"insert into stint.task_feeds (queue, start_pos)
@@ -89,6 +91,11 @@ pub fn close(session: &Session) {
     session.run(&CLOSE, &[]);
 }
 
+/// Whether there may be feeds.
+pub fn due() -> bool {
+    direct::has_pages(c"task_feeds")
+}
+
 /// One round for the maintenance worker, in a transaction that has written nothing. Does not wait: where another session holds the tick lock, that one ticks.
 pub fn step() -> bool {
     connect(|session| {
@@ -162,9 +169,25 @@ fn trim(session: &Session, max: i64) -> (i64, bool) {
     }
 }
 
+/// How often the maintenance worker looks whether events are past their time.
+const TRIM_EVERY: i64 = 10 * SECOND;
+
+thread_local! {
+    static NEXT_TRIM: Cell<Instant> = const { Cell::new(Instant(0)) };
+}
+
+/// Whether it is time again to look.
+pub fn trim_due() -> bool {
+    Instant::now() >= NEXT_TRIM.get() && due()
+}
+
 /// One bounded round for the maintenance worker.
 pub fn trim_step() -> bool {
-    connect(|session| trim(session, i64::from(guc::max_batch())).1)
+    let more = connect(|session| trim(session, i64::from(guc::max_batch())).1);
+    if !more {
+        NEXT_TRIM.set(Instant::now().plus(TRIM_EVERY));
+    }
+    more
 }
 
 /// See the SQL COMMENT of stint.trim_task_events.

@@ -13,7 +13,7 @@ use crate::errors;
 use crate::input;
 use crate::object_lock::{self, Lock};
 use crate::spi::{Identity, Prepared, Session, Statement, arg, connect};
-use crate::values::{Instant, RawInterval};
+use crate::values::{Instant, RawInterval, SECOND};
 use crate::{guc, shmem};
 use pgrx::prelude::*;
 use std::cell::Cell;
@@ -138,25 +138,27 @@ fn expire_changes(max: Option<i32>) -> TableIterator<'static, (name!(removed, i6
     TableIterator::once((done.removed, done.kept, done.images, done.more))
 }
 
+/// How often the maintenance worker looks.
+const EVERY: i64 = 10 * SECOND;
+
 thread_local! {
-    /// When this worker looked last.
-    static LOOKED: Cell<Instant> = const { Cell::new(Instant(0)) };
+    static NEXT: Cell<Instant> = const { Cell::new(Instant(0)) };
 }
 
-/// Every ten seconds, and at once again while there is more. For the worker, inside a transaction of its own.
+/// Whether it is time again, or there is more.
+pub fn due() -> bool {
+    Instant::now() >= NEXT.get()
+}
+
+/// One bounded part. For the worker, inside a transaction of its own.
 pub fn step() -> bool {
-    const EVERY_MS: i64 = 10_000;
-    let now = Instant::now();
-    if now.ms_since(LOOKED.get()) < EVERY_MS {
-        return false;
-    }
     object_lock::refuse_written("expire changes", "stint.expire_changes()");
     let more = connect(|session| {
         let _owner = Identity::owner();
         epoch::own(session) && object_lock::take(Lock::Retention, true) && expire(session, i64::from(guc::max_batch())).more
     });
     if !more {
-        LOOKED.set(now);
+        NEXT.set(Instant::now().plus(EVERY));
     }
     more
 }

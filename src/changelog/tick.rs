@@ -4,6 +4,7 @@
 //! is taken: its own id would count as ended in it.
 
 use super::{epoch, feed};
+use crate::direct;
 use crate::object_lock::{self, Lock};
 use crate::shmem::waiters;
 use crate::spi::{Identity, Session, Statement, arg, connect};
@@ -37,6 +38,11 @@ static TICK: Statement = Statement::new(
       SELECT $1, $2, $3::pg_snapshot, $4, $5, $6, $7, q.last_value FROM stint.change_seq q",
     &[pg_sys::INT4OID, pg_sys::INT8OID, pg_sys::TEXTOID, pg_sys::INT8OID, pg_sys::OIDARRAYOID, pg_sys::INT8OID, pg_sys::INT8OID],
 );
+
+/// Whether there may be changes to give positions to.
+pub fn due() -> bool {
+    direct::has_pages(c"change_log")
+}
 
 /// Makes a tick if something was committed since the last. For the worker, inside a transaction of its own that has written nothing. Answers false, since one
 /// tick takes everything there is. Does not wait: where another session holds the tick lock, that one ticks.

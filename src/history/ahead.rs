@@ -102,14 +102,16 @@ pub fn make(now: Instant) -> Made {
     made
 }
 
+/// Whether it is time again, or queues have changed.
+pub fn due() -> bool {
+    let (known, next) = LOOKED.get();
+    known != config::generation(shmem::required()) || Instant::now() >= next
+}
+
 /// One round for the maintenance worker.
 pub fn step() -> bool {
     let now = Instant::now();
     let generation = config::generation(shmem::required());
-    let (known, next) = LOOKED.get();
-    if known == generation && now < next {
-        return false;
-    }
     let missing = make(now).missing;
     LOOKED.set((generation, now.plus(if missing { SECOND } else { EVERY })));
     false

@@ -5,14 +5,12 @@
 //! Whoever works on a leaf holds ACCESS SHARE on its facts first, so that it is not dropped or rewritten in between. A leaf that is not there means, to a reader,
 //! that there is no such task; a writer makes it (`make`).
 
-mod ahead;
+pub mod ahead;
 pub mod classes;
 mod compact;
 mod expire;
 mod make;
 pub mod retention;
-
-pub use ahead::step as make_ahead;
 
 use crate::direct::{self, Batch, Column, Opened, Table};
 use crate::errors;

@@ -173,12 +173,14 @@ fn maintain_history() -> TableIterator<
     TableIterator::once((made.leaves, round.dropped, round.detached, round.compacted, round.held_up, round.postponed, more))
 }
 
+/// Whether it is time again.
+pub fn due() -> bool {
+    Instant::now() >= NEXT.get()
+}
+
 /// One round for the maintenance worker.
 pub fn step() -> bool {
     let now = Instant::now();
-    if now < NEXT.get() {
-        return false;
-    }
     ASIDE.with_borrow_mut(|aside| aside.retain(|_, until| *until > now));
     let round = round(now, |leaf| ASIDE.with_borrow(|aside| aside.contains_key(leaf)));
     let more = round.trimmed || round.dropped + round.detached + round.compacted > 0;
@@ -188,12 +190,14 @@ pub fn step() -> bool {
     more
 }
 
+/// Whether it is time again to let events go.
+pub fn events_due() -> bool {
+    Instant::now() >= NEXT_EVENTS.get()
+}
+
 /// One bounded round for the maintenance worker.
 pub fn let_go_of_events() -> bool {
     let now = Instant::now();
-    if now < NEXT_EVENTS.get() {
-        return false;
-    }
     let more = events(now) > 0;
     if !more {
         NEXT_EVENTS.set(now.plus(EVERY));

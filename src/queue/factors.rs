@@ -90,12 +90,14 @@ thread_local! {
     static NEXT: Cell<i64> = const { Cell::new(i64::MIN) };
 }
 
+/// Whether it is time again.
+pub fn due() -> bool {
+    Instant::now().0 >= NEXT.get()
+}
+
 /// One round for the maintenance worker.
 pub fn step() -> bool {
-    let now = Instant::now();
-    if now.0 >= NEXT.get() {
-        NEXT.set(now.plus(REFRESH_EVERY).0);
-        refresh_all();
-    }
+    NEXT.set(Instant::now().plus(REFRESH_EVERY).0);
+    refresh_all();
     false
 }

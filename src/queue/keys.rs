@@ -1,7 +1,7 @@
 //! Idempotency keys: at most one task for each queue and key while the key is kept.
 
 use super::config::{self, Queue};
-use super::lines;
+use super::lines::{self, Eye};
 use crate::errors::Fault;
 use crate::shmem::{self, Instance, heads};
 use crate::spi::{self, Session, Statement, arg};
@@ -84,6 +84,15 @@ const AGAIN_EVERY: i64 = 60 * SECOND;
 thread_local! {
     /// Up to where it has looked, and when it begins anew.
     static LOOKED: Cell<(i64, i64)> = const { Cell::new((i64::MIN, i64::MIN)) };
+}
+
+thread_local! {
+    static EYE: Eye = Eye::on(heads::KEYS);
+}
+
+/// Whether a key may be past its time.
+pub fn due() -> bool {
+    EYE.with(Eye::due)
 }
 
 /// One bounded round for the maintenance worker: looks at one page of keys past their time. However many of them belong to live tasks, it does not look at all of

@@ -1,7 +1,7 @@
 //! Where claims, sweeps and promotions begin to look: the heads in shared memory, found anew where they are not known and raised where it pays.
 
 use super::claim;
-use crate::shmem::heads::{self, Head, Look, NOTHING};
+use crate::shmem::heads::{self, Glimpse, Head, Look, NOTHING};
 use crate::shmem::{self, Instance, config};
 use crate::spi::{self, Row, Session, Statement, arg};
 use crate::values::{Instant, SECOND};
@@ -118,11 +118,42 @@ pub fn exhausted(session: &Session, lane: i32) {
     }
 }
 
+/// A line of time as the maintenance worker keeps an eye on it.
+pub struct Eye {
+    line: i32,
+    entry: heads::Handle,
+    seen: Cell<Glimpse>,
+}
+
+impl Eye {
+    /// On a line that was never looked at.
+    pub fn on(line: i32) -> Self {
+        Eye { line, entry: heads::Handle::default(), seen: Cell::new(Glimpse::Unknown) }
+    }
+
+    /// Whether the line is worth a look: something in it may be due; or rows came since, so that its head may be raised past what went meanwhile, bit by bit and
+    /// not all at once when its time has come.
+    pub fn due(&self) -> bool {
+        let instance = Instance::here();
+        let now = heads::glimpse(instance, self.line, &self.entry);
+        let before = self.seen.replace(now);
+        match now {
+            Glimpse::Empty => false,
+            Glimpse::Moves(_) if now == before => begins(&heads::look(shmem::required(), instance, self.line)) <= Instant::now().0,
+            Glimpse::Moves(_) | Glimpse::Unknown => true,
+        }
+    }
+}
+
+/// Where the live rows of a line of time begin, at the earliest.
+fn begins(line: &heads::Line) -> i64 {
+    line.heads.first().filter(|_| line.complete).map_or(i64::MIN, |head| head.at)
+}
+
 /// The first instant of a line of time that a plain read shows, with `first` to read it from its head on; raises the head to it. `None` where nothing is left.
 pub fn first_instant(session: &Session, line: i32, first: &Statement) -> Option<i64> {
     let shared = shmem::required();
     let instance = Instance::here();
-    let begins = |line: &heads::Line| line.heads.first().filter(|_| line.complete).map_or(i64::MIN, |head| head.at);
     if begins(&heads::look(shared, instance, line)) == NOTHING {
         return None;
     }
@@ -151,6 +182,11 @@ const FORGET_EVERY: i64 = 600 * SECOND;
 
 thread_local! {
     static FORGET_NEXT: Cell<i64> = const { Cell::new(i64::MIN) };
+}
+
+/// Whether a prepared transaction keeps heads down, or they are to be forgotten.
+pub fn due() -> bool {
+    heads::prepared_since(shmem::required()).is_some() || Instant::now().0 >= FORGET_NEXT.get()
 }
 
 /// One round for the maintenance worker: lets heads rise again once no prepared transaction is about, and forgets them from time to time.

@@ -2,7 +2,7 @@
 
 use super::checkpoint;
 use super::config;
-use super::lines;
+use super::lines::{self, Eye};
 use super::store::{self, Ticket};
 use crate::changelog::epoch;
 use crate::shmem::{self, heads};
@@ -73,6 +73,15 @@ fn promote(max: Option<i32>) -> i32 {
     let _owner = spi::Identity::owner();
     spi::connect(epoch::refuse_in_copy);
     promote_due(max)
+}
+
+thread_local! {
+    static EYE: Eye = Eye::on(heads::SCHEDULED);
+}
+
+/// Whether a scheduled task's time may have come.
+pub fn due() -> bool {
+    EYE.with(Eye::due)
 }
 
 /// One bounded round for the maintenance worker.

@@ -8,6 +8,7 @@ use super::config;
 use super::enqueue::{self, Request};
 use super::flow::enter::OnFailure;
 use crate::changelog::epoch;
+use crate::direct;
 use crate::errors;
 use crate::savepoint;
 use crate::spi::{self, Session, Statement, arg};
@@ -285,7 +286,7 @@ struct Due {
 }
 
 /// The schedules that have a slot between their last and now, by name.
-fn due(session: &Session, now: i64) -> Vec<Due> {
+fn slots(session: &Session, now: i64) -> Vec<Due> {
     let rows = session.run(&IN_FORCE, &[]);
     let mut before = KNOWN.take();
     let mut known = HashMap::with_capacity(rows.len());
@@ -376,7 +377,7 @@ fn fire_one(session: &Session, due: &Due, now: Instant) -> bool {
 fn fire(session: &Session, max: usize) -> usize {
     let now = Instant::now();
     let mut fired = 0;
-    for due in due(session, seconds(now)) {
+    for due in slots(session, seconds(now)) {
         let before = fired;
         while fired < max && fire_one(session, &due, now) {
             fired += 1;
@@ -398,6 +399,11 @@ fn fire_schedules(max: Option<i32>) -> i32 {
         epoch::refuse_in_copy(session);
         i32::try_from(fire(session, max)).unwrap_or(i32::MAX)
     })
+}
+
+/// Whether there may be schedules.
+pub fn due() -> bool {
+    direct::has_pages(c"schedule_config")
 }
 
 /// One bounded round for the maintenance worker.

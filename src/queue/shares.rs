@@ -183,13 +183,16 @@ thread_local! {
     static NEXT: Cell<(i64, i64)> = const { Cell::new((i64::MIN, i64::MAX)) };
 }
 
+/// Whether it is time to look, or to take the next step.
+pub fn due() -> bool {
+    let (look, step) = NEXT.get();
+    Instant::now().0 >= look.min(step)
+}
+
 /// One round for the maintenance worker.
 pub fn step() -> bool {
     let now = Instant::now();
-    let (look, step) = NEXT.get();
-    if now.0 < look.min(step) {
-        return false;
-    }
+    let (look, _) = NEXT.get();
     let close = now.0 >= look;
     let look = if close { now.plus(TIDY_EVERY).0 } else { look };
     NEXT.set((look, i64::MAX));

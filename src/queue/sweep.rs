@@ -10,9 +10,10 @@
 //! left in the line one by one, and looks along the line only from where it last looked to, or from where somebody has put a row since.
 
 use super::flow::leave;
+use super::lines::{self, Eye};
 use super::store::{self, Attempt, Outcome, Ticket};
 use super::usage::Usage;
-use super::{config, finish, lines};
+use super::{config, finish};
 use crate::budget::live::Held;
 use crate::changelog::epoch;
 use crate::savepoint;
@@ -363,6 +364,15 @@ fn sweep(max: Option<i32>) -> TableIterator<'static, (name!(lapsed, i32), name!(
     let swept = sweep_lapsed(max, sweep_from);
     spi::connect(|session| leave::settle(session, max));
     TableIterator::once((swept.lapsed, swept.retried, swept.failed, swept.cancelled))
+}
+
+thread_local! {
+    static EYE: Eye = Eye::on(heads::RUNNING);
+}
+
+/// Whether a lease may have lapsed.
+pub fn due() -> bool {
+    EYE.with(Eye::due)
 }
 
 /// One bounded round for the maintenance worker.

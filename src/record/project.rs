@@ -10,6 +10,7 @@ use super::position::Position;
 use super::shadow::{Extent, Point, Reading};
 use super::{apply, order};
 use crate::changelog::epoch;
+use crate::direct;
 use crate::relation::Relation;
 use crate::spi::{Identity, Moment, Session, Statement, arg, connect};
 use crate::values::{Instant, SECOND};
@@ -90,6 +91,11 @@ fn project(session: &Session, projected: &Projected, max: i32, due_at: Option<In
 thread_local! {
     /// The table that the last step looked at: a table that fails keeps no other from its turn.
     static LAST: Cell<u32> = const { Cell::new(0) };
+}
+
+/// Whether there may be projections.
+pub fn due() -> bool {
+    direct::has_pages(c"projection_config")
 }
 
 /// For the maintenance worker: one table after the other, each in a transaction of its own. True if there is more to do.

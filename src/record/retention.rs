@@ -32,12 +32,14 @@ thread_local! {
     static AT_IT: Cell<bool> = const { Cell::new(false) };
 }
 
+/// Whether it is time again, or the worker is at it.
+pub fn due() -> bool {
+    Instant::now() >= NEXT.get()
+}
+
 /// For the maintenance worker: one bounded part. True if there is more.
 pub fn step() -> bool {
-    let now = Instant::now();
-    if now < NEXT.get() {
-        return false;
-    }
+    NEXT.set(Instant::now().plus(EVERY));
     connect(|session| {
         let due = session.run(&DUE, &[arg(AT_IT.get())]);
         if due.is_empty() {
@@ -45,8 +47,8 @@ pub fn step() -> bool {
         }
         let removed = if due.must(0, 2) { session.run(&EXPIRE, &[arg(due.must::<Instant>(0, 1)), arg(AT_ONCE)]).must::<i64>(0, 1) } else { 0 };
         AT_IT.set(removed == AT_ONCE);
-        if !AT_IT.get() {
-            NEXT.set(now.plus(EVERY));
+        if AT_IT.get() {
+            NEXT.set(Instant(0));
         }
         AT_IT.get()
     })

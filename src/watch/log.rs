@@ -84,17 +84,21 @@ fn trim_watches() -> i64 {
     })
 }
 
+/// How often the maintenance worker trims.
+const TRIM_EVERY: i64 = 60 * SECOND;
+
 thread_local! {
-    /// When this worker trimmed last.
-    static TRIMMED: Cell<Instant> = const { Cell::new(Instant(0)) };
+    static NEXT: Cell<Instant> = const { Cell::new(Instant(0)) };
 }
 
-/// For the maintenance worker, once a minute.
+/// Whether it is time again to trim.
+pub fn due() -> bool {
+    Instant::now() >= NEXT.get()
+}
+
+/// For the maintenance worker.
 pub fn step() -> bool {
-    let now = Instant::now();
-    if now >= TRIMMED.get().plus(60 * SECOND) {
-        TRIMMED.set(now);
-        spi::connect(trim);
-    }
+    NEXT.set(Instant::now().plus(TRIM_EVERY));
+    spi::connect(trim);
     false
 }

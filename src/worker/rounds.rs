@@ -9,7 +9,7 @@ use crate::spi::{Identity, connect};
 use crate::values::{Instant, SECOND};
 use pgrx::pg_sys::panic::{CaughtError, ErrorReport};
 use pgrx::prelude::*;
-use std::ffi::{CStr, CString};
+use std::ffi::CStr;
 use std::ptr::null;
 
 /// The process; its argument is the database's oid.
@@ -54,14 +54,14 @@ fn settle() {
     fix(c"lock_timeout", c"10s");
 }
 
-/// What became of a step.
-enum Outcome {
+/// What became of a transaction.
+enum Outcome<T> {
     /// The extension is not there.
     NoExtension,
     /// Somebody is dropping it, or has just made it anew.
     Later,
-    /// It ran; true if there is more to do.
-    Ran(bool),
+    /// It ran.
+    Ran(T),
     /// It failed.
     Failed(PgSqlErrorCode, String),
 }
@@ -111,14 +111,21 @@ impl Worker {
     /// Runs the steps that are due. Returns whether there is more to do; `None` where the extension is gone.
     fn run(&mut self, round: bool, bell: bool) -> Option<bool> {
         workers::looking();
-        let due = |step: &Step| match step.when {
+        let due = match perform(c"what is due", due) {
+            Outcome::NoExtension => return None,
+            Outcome::Later => 0,
+            Outcome::Ran(due) => due,
+            // What keeps this look from its end will keep a step from its own, and that is told.
+            Outcome::Failed(..) => u64::MAX,
+        };
+        let now = |step: &Step| match step.when {
             When::Round => round,
             When::RoundAndBell => round || bell,
             When::Bell => bell,
         };
         let (mut more, mut clean) = (false, true);
-        for (number, step) in STEPS.iter().enumerate().filter(|(_, step)| due(step)) {
-            match perform(step) {
+        for (number, step) in STEPS.iter().enumerate().filter(|(number, step)| now(step) && due >> number & 1 == 1) {
+            match perform(step.name, step.run) {
                 Outcome::NoExtension => return None,
                 Outcome::Later => {}
                 Outcome::Ran(unfinished) => more |= unfinished,
@@ -137,7 +144,7 @@ impl Worker {
     }
 
     fn tell(&mut self, number: usize, code: PgSqlErrorCode, message: String) {
-        let (name, now) = (STEPS[number].name, Instant::now());
+        let (name, now) = (STEPS[number].name.to_string_lossy(), Instant::now());
         let text = format!("{name}: {message}");
         workers::note_failure(&text);
         let known = self.told[number].as_ref().is_some_and(|told| told.text == text || (told.code == code && now < told.at.plus(SILENCE)));
@@ -158,11 +165,14 @@ fn report(state: pg_sys::BackendState::Type, what: *const std::os::raw::c_char) 
     unsafe { pg_sys::pgstat_report_activity(state, what) };
 }
 
-/// Runs one step; whatever it raises ends here.
-fn perform(step: &Step) -> Outcome {
-    let name = CString::new(step.name).unwrap_or_default();
+/// The steps that may have something to do: one bit each.
+fn due() -> u64 {
+    STEPS.iter().enumerate().filter(|(_, step)| (step.due)()).fold(0, |due, (number, _)| due | 1 << number)
+}
+
+/// Runs a step in a transaction of its own; whatever it raises ends here.
+fn perform<T: Default>(name: &CStr, run: fn() -> T) -> Outcome<T> {
     report(pg_sys::BackendState::STATE_RUNNING, name.as_ptr());
-    let run = step.run;
     let outcome = PgTryBuilder::new(move || transaction(run)).catch_others(failure).execute();
     if matches!(outcome, Outcome::Failed(..)) {
         // SAFETY: ends the transaction the error left open.
@@ -172,7 +182,7 @@ fn perform(step: &Step) -> Outcome {
     outcome
 }
 
-fn failure(error: CaughtError) -> Outcome {
+fn failure<T>(error: CaughtError) -> Outcome<T> {
     let (CaughtError::PostgresError(report) | CaughtError::ErrorReport(report) | CaughtError::RustPanic { ereport: report, .. }) = error;
     let detail = report.detail().map(|detail| format!(" ({detail})")).unwrap_or_default();
     Outcome::Failed(report.sql_error_code(), format!("{}{detail}", report.message()))
@@ -180,24 +190,22 @@ fn failure(error: CaughtError) -> Outcome {
 
 const EXTENSION: &CStr = c"pg_stint";
 
-fn transaction(run: fn() -> bool) -> Outcome {
+fn transaction<T: Default>(run: fn() -> T) -> Outcome<T> {
     // SAFETY: the pair of calls around every transaction of a background worker; an error in between is ended by AbortCurrentTransaction.
     unsafe {
         pg_sys::SetCurrentStatementStartTimestamp();
         pg_sys::StartTransactionCommand();
-        let outcome = if !locked() {
-            Outcome::Later
-        } else if pg_sys::get_extension_oid(EXTENSION.as_ptr(), true) == pg_sys::InvalidOid {
-            Outcome::NoExtension
+        let outcome = if let Err(instead) = locked() {
+            instead
         } else {
             pg_sys::PushActiveSnapshot(pg_sys::GetTransactionSnapshot());
-            let more = {
+            let done = {
                 let _owner = Identity::owner();
                 // In a copy of another database nothing is done until it is activated.
-                connect(epoch::own) && run()
+                if connect(epoch::own) { run() } else { T::default() }
             };
             pg_sys::PopActiveSnapshot();
-            Outcome::Ran(more)
+            Outcome::Ran(done)
         };
         pg_sys::CommitTransactionCommand();
         outcome
@@ -205,13 +213,15 @@ fn transaction(run: fn() -> bool) -> Outcome {
 }
 
 /// Keeps DROP EXTENSION out of this transaction, without ever waiting for one: no step meets tables that vanish under it, and no DROP meets a deadlock.
-/// False while a DROP has the lock. Must be called inside a transaction.
-fn locked() -> bool {
-    // SAFETY: catalogue look-up and a lock that the end of the transaction releases.
+/// An error is what to do instead: the extension is not there, or a DROP has the lock. Must be called inside a transaction.
+fn locked<T>() -> Result<(), Outcome<T>> {
+    // SAFETY: catalogue look-ups and a lock that the end of the transaction releases.
     unsafe {
         let extension = pg_sys::get_extension_oid(EXTENSION.as_ptr(), true);
-        extension == pg_sys::InvalidOid
-            || pg_sys::ConditionalLockDatabaseObject(pg_sys::ExtensionRelationId, extension, 0, pg_sys::AccessShareLock as i32)
-                && pg_sys::get_extension_oid(EXTENSION.as_ptr(), true) == extension
+        if extension == pg_sys::InvalidOid {
+            return Err(Outcome::NoExtension);
+        }
+        let held = pg_sys::ConditionalLockDatabaseObject(pg_sys::ExtensionRelationId, extension, 0, pg_sys::AccessShareLock as i32);
+        if held && pg_sys::get_extension_oid(EXTENSION.as_ptr(), true) == extension { Ok(()) } else { Err(Outcome::Later) }
     }
 }

@@ -183,6 +183,25 @@ def test_a_template_with_the_extension_can_be_copied(started):
     processes.wait_for_worker("made", timeout=30)
 
 
+def test_a_quiet_database_costs_the_worker_few_transactions(started):
+    """It looks once in each round whether any of its two dozen steps has something to do, and runs those that have."""
+    server, _ = started(config={"stint.naptime": "100ms"})
+    with server.connect("app") as conn:
+        conn.execute("SELECT stint.create_queue('q')")
+        conn.execute("SELECT stint.enqueue('q', '{}', key => 'k'), stint.enqueue('q', '{}', delay => '1 hour'), stint.enqueue('q', '{}')")
+        conn.execute("SELECT stint.complete('q', c.id, c.lease) FROM stint.claim('q', 'w') c")
+        conn.execute("SELECT * FROM stint.claim('q', 'w')")
+
+        def transactions():
+            return conn.execute("SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()").fetchone()[0]
+
+        # A process reports its transactions at most once a second.
+        before, began = transactions(), time.monotonic()
+        time.sleep(4)
+        rounds = (time.monotonic() - began + 1) / 0.1
+        assert transactions() - before < 2 * rounds
+
+
 def test_the_worker_writes_nothing_while_idle(started):
     quiet = {"autovacuum_naptime": "1h", "checkpoint_timeout": "1h"}
     server, processes = started(config=quiet)

@@ -3,6 +3,7 @@
 //! maintenance worker does it.
 
 use super::enter::{OnFailure, reason};
+use crate::direct;
 use crate::history::{self, LeafStatement};
 use crate::queue::config::{self, Queue};
 use crate::queue::late;
@@ -382,6 +383,11 @@ pub fn settle(session: &Session, max: usize) -> usize {
             !session.run(&PAID, &[arg(name.as_str()), arg(id)]).is_empty()
         })
         .count()
+}
+
+/// Whether anything may be owed.
+pub fn due() -> bool {
+    direct::has_pages(c"follow_ups")
 }
 
 /// One bounded round for the maintenance worker.
