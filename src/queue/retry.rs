@@ -36,6 +36,10 @@ static TAKE_BACK: LeafStatement = LeafStatement::new(
 
 static FORGIVE: Statement = Statement::new(c"delete from stint.follow_ups u where u.queue = $1 and u.id = $2", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
 
+/// Keeps what is owed from being paid until this transaction ends: whoever pays it then sees that the task is live again.
+static PUT_OFF: Statement =
+    Statement::new(c"select from stint.follow_ups u where u.queue = $1 and u.id = $2 for update", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
+
 static RECORD: Statement = Statement::new(
     c"insert into stint.task_retries (queue, id, retry, retried_at, outcome, attempt, lease, finished_at, error, outcome_incarnation, outcome_xact)
       select $1, $2, coalesce(max(t.retry), 0) + 1, $3, $4, $5, $6, $7, $8, $9, $10
@@ -138,8 +142,9 @@ fn revive(session: &Session, name: &str, queue: &Queue, tasks: &[Finished], now:
 fn revive_one(session: &Session, name: &str, queue: &Queue, gate: &mut Gate, task: &Finished, now: Instant) -> &'static str {
     let id = task.id;
     let row = history::read(session, &TAKE_BACK, id, &[arg(name), arg(id)]);
-    // What waits for it and was not moved yet goes on waiting.
-    session.run(&FORGIVE, &[arg(name), arg(id)]);
+    let group = task.strict_group().filter(|_| queue.strict_groups);
+    // What waits for it and was not moved yet goes on waiting. But the turn it had in its group is still to be handed on: it stands at the end of the line.
+    session.run(if group.is_some() { &PUT_OFF } else { &FORGIVE }, &[arg(name), arg(id)]);
     let attempt: i32 = row.must(0, 2);
     session.run(
         &RECORD,
@@ -160,7 +165,6 @@ fn revive_one(session: &Session, name: &str, queue: &Queue, gate: &mut Gate, tas
     let ticket = Ticket { attempt, lane, ..task.ticket };
     // Whoever retries it has seen how they ended: only those that live again count again.
     let open = gate.open(&task.depends_on);
-    let group = task.strict_group().filter(|_| queue.strict_groups);
     let behind = group.filter(|key| !gate.take_turn(key)).map(|key| (key, store::next_seq()));
     if open.is_empty() && behind.is_none() {
         store::to_ready(session, name, &ticket);

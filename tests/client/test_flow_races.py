@@ -155,3 +155,27 @@ def test_a_cancel_and_an_end_of_what_a_chain_depends_on_meet_without_a_deadlock(
             raise AssertionError("a deadlock") from None
         assert {queue.status(middle), queue.status(last)} <= {"failed", "cancelled"}
         assert rows(conn, "SELECT status FROM stint.tasks WHERE finished_at IS NULL") == []
+
+
+def test_a_task_that_is_retried_before_its_turn_was_handed_on_loses_it_for_nobody(conn, connect):
+    """A sweep that meets a held turn leaves it to be handed on later; the task that had it may be retried by then, or retried and cancelled."""
+    for cancelled in False, True:
+        queue = Queue(conn, f"q{cancelled}", strict_groups=True, max_attempts=1)
+        first, second = queue.enqueue(group_key="g"), queue.enqueue(group_key="g")
+        (task,) = queue.claim()
+        other = connect(autocommit=False)
+        third = queue.by(other).enqueue(group_key="g")  # holds the turn until it commits
+        queue.lapse(task)
+        assert queue.status(first) == "failed"
+        assert value(conn, "SELECT count(*) FROM stint.follow_ups") == 1
+        assert call(conn, "retry", queue=queue.name, id=first)[0].status == "blocked"
+        other.commit()
+        if cancelled:
+            queue.cancel(first)
+        call(conn, "sweep")
+        for id in (second, third) if cancelled else (second, third, first):
+            (task,) = queue.claim()
+            assert task.id == id
+            queue.complete(task)
+        for table in "place_blocked", "group_turns", "follow_ups":
+            assert value(conn, f"SELECT count(*) FROM stint.{table}") == 0

@@ -344,7 +344,8 @@ fn hand_on(session: &Session, name: &str, id: pgrx::Uuid, now: Instant) -> bool 
     place(session, name, &next, 0, now)
 }
 
-static OWE: Statement = Statement::new(c"insert into stint.follow_ups (queue, id) values ($1, $2)", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
+static OWE: Statement =
+    Statement::new(c"insert into stint.follow_ups (queue, id) values ($1, $2) on conflict do nothing", &[pg_sys::TEXTOID, pg_sys::UUIDOID]);
 
 /// What is owed, one at a time so that each is followed up or left as a whole.
 static OWED: Statement = Statement::new(
@@ -373,13 +374,17 @@ pub fn settle(session: &Session, max: usize) -> usize {
     (0..owed.len())
         .filter(|at| {
             let (name, id): (String, pgrx::Uuid) = (owed.must(*at, 1), owed.must(*at, 2));
-            let Some(outcome) = history::read(session, &OUTCOME, id, &[arg(name.as_str()), arg(id)]).get::<String>(0, 1) else { return false };
-            let end = End { id, outcome: &outcome, turn: true };
+            let outcome: Option<String> = history::read(session, &OUTCOME, id, &[arg(name.as_str()), arg(id)]).get(0, 1);
+            let end = outcome.as_deref().map(|outcome| End { id, outcome, turn: true });
             let Some(queue) = config::lookup(session, &name) else { return false };
-            if !lock_once(session, &name, &queue, &vec![id], !end.completed(), false) {
+            if !lock_once(session, &name, &queue, &vec![id], end.is_some_and(|end| !end.completed()), false) {
                 return false;
             }
-            move_on(session, &name, &queue, vec![end], now);
+            match end {
+                Some(end) => move_on(session, &name, &queue, vec![end], now),
+                // It was retried meanwhile: what waits for it waits on, but its turn is over.
+                None => store::announce(&queue, usize::from(queue.strict_groups && hand_on(session, &name, id, now))),
+            }
             !session.run(&PAID, &[arg(name.as_str()), arg(id)]).is_empty()
         })
         .count()
