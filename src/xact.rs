@@ -101,8 +101,9 @@ unsafe extern "C-unwind" fn on_xact(event: XactEvent::Type, _arg: *mut c_void) {
             heads::TAKEN.with(|p| p.drain(|_| ()));
             heads::GONE.with(|p| p.drain(heads::remove));
             heads::RESCANS.with(|p| p.drain(heads::rescanned));
-            bells::PENDING.with(|p| p.drain(bells::commit));
+            // Before the bells: who waits for a task should have the core that becomes free, not the maintenance worker.
             waiters::PENDING.with(|p| p.drain(waiters::commit));
+            bells::PENDING.with(|p| p.drain(bells::commit));
             workers::PENDING.with(|p| p.drain(workers::commit));
         }
         XactEvent::XACT_EVENT_ABORT => {

@@ -230,7 +230,7 @@ fn poll(
             if horizon::may_let_go(fcinfo) {
                 horizon::let_go();
             }
-            waiter.sleep(left);
+            waiter.sleep(left, 0);
         }
     } else {
         look()

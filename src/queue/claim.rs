@@ -814,23 +814,25 @@ fn wait_and_claim(name: &str, wish: &Wish, wait: i64, fcinfo: pg_sys::FunctionCa
     let until = Instant::now().plus(wait);
     // A wake-up is for one task. A session that waits for some agents only would swallow it where the task is for another, so it does not stand among the
     // sleepers but looks by itself.
-    let (number, budgets) = spi::connect(|session| {
-        let queue = config::find(session, name);
-        (queue.number, queue.budget_bits())
+    let queue = || spi::connect(|session| config::find(session, name));
+    let waiter = wish.agents.is_none().then(|| {
+        let queue = queue();
+        waiters::Waiter::join(queue.number, queue.budget_bits())
     });
-    let waiter = wish.agents.is_none().then(|| waiters::Waiter::join(number, budgets));
     loop {
         let claimed = find_and_try(name, wish);
         let left = until.ms_since(Instant::now());
         if !claimed.is_empty() || left <= 0 {
             return claimed;
         }
+        // A task that came meanwhile may draw on a budget that no other of the queue does.
+        let budgets = queue().budget_bits();
         // A try may have taken a transaction id, with rows that it had to put back.
         if horizon::may_let_go(fcinfo) {
             horizon::let_go();
         }
         match &waiter {
-            Some(waiter) => waiter.sleep(left),
+            Some(waiter) => waiter.sleep(left, budgets),
             None => waiters::doze(left),
         }
     }

@@ -1,6 +1,7 @@
 //! Sessions that wait for work in the server. Those of one queue sleep on one condition variable; a committed enqueue signals one waiter for each task. A
-//! signal that reaches a session which is then cancelled is passed on, and a claim that rolls back signals again, so no wake-up is lost; what no callback
-//! reports (COMMIT PREPARED) is found by looking once a second. Room in a budget signals one waiter of every queue that draws on it, and a tick of the changelog all who wait for one.
+//! signal that reaches a session which is then cancelled is passed on, and a claim that rolls back signals again, so no wake-up is lost. Room in a budget
+//! signals one waiter of every queue that draws on it, and a tick of the changelog all who wait for one. What nothing reports is found by looking now and then:
+//! the room that time makes in a budget each second, what came by COMMIT PREPARED more seldom.
 
 use super::Lock;
 use crate::xact::Pending;
@@ -14,8 +15,10 @@ pub const TICKS: i32 = i32::MAX;
 const SLOTS: usize = 1024;
 /// How far from its home a queue's slot may lie. Where all in reach are taken, waiters sleep without a signal and only look each second.
 const PROBES: usize = 32;
-/// Longest sleep between two looks, in milliseconds.
+/// Longest sleep between two looks, in milliseconds, where time alone may make room: in a queue that draws on budgets, which have windows and throttles.
 const LOOK_MS: i64 = 1000;
+/// And where all but COMMIT PREPARED is signalled. Many workers that wait in a quiet database cost little more than these looks.
+const SELDOM_MS: i64 = 10_000;
 
 /// Where the waiters of one queue sleep.
 #[repr(C)]
@@ -25,7 +28,7 @@ struct Slot {
     queue: AtomicU64,
     /// How many of its sessions wait. Others may take the slot when there are none.
     sleepers: AtomicU32,
-    /// The budgets that the queue draws on, as [`budget_bits`].
+    /// The budgets that the queue draws on, as [`budget_bits`], as the sleeper saw it that looked last.
     budgets: AtomicU64,
 }
 
@@ -183,13 +186,20 @@ pub fn abort(event: &Event) {
     }
 }
 
+/// Notes that a sleeper's queue draws on budgets, or no longer does.
+fn count_budgeted(was: bool, is: bool) {
+    let Some(shared) = super::get() else { return };
+    shared.waiters.budgeted.fetch_add(u32::from(is), Ordering::SeqCst);
+    shared.waiters.budgeted.fetch_sub(u32::from(was), Ordering::SeqCst);
+}
+
 /// Gives up this session's place among the sleepers, if it has one; returns where it was.
 fn leave() -> Option<&'static Slot> {
     let (at, budgeted) = WAITING_IN.with(Cell::take)?;
     let shared = super::get()?;
     let slot = &shared.waiters.slots[at];
     slot.sleepers.fetch_sub(1, Ordering::SeqCst);
-    shared.waiters.budgeted.fetch_sub(u32::from(budgeted), Ordering::SeqCst);
+    count_budgeted(budgeted, false);
     Some(slot)
 }
 
@@ -226,17 +236,30 @@ fn leave_if_client_has() {
     check_for_interrupts!();
 }
 
+/// The event by which a sleeper learns that its client has gone; 0 where PostgreSQL has none.
+#[cfg(all(target_os = "linux", not(feature = "pg14")))]
+const CLIENT_GONE: u32 = pg_sys::WL_SOCKET_CLOSED;
+#[cfg(not(all(target_os = "linux", not(feature = "pg14"))))]
+const CLIENT_GONE: u32 = 0;
+
+/// Sleeps until the latch is set or the client has gone, at most `ms`. Check for interrupts afterwards.
+fn rest(ms: i64) {
+    // SAFETY: this backend's own latch and socket; a background worker has no socket. It is the first member of struct Port, of which pgrx knows no more.
+    unsafe {
+        let port = pg_sys::MyProcPort.cast::<pg_sys::pgsocket>();
+        let (client, socket) = if port.is_null() { (0, pg_sys::PGINVALID_SOCKET) } else { (CLIENT_GONE, port.read()) };
+        let events = pg_sys::WL_LATCH_SET | pg_sys::WL_TIMEOUT | pg_sys::WL_EXIT_ON_PM_DEATH | client;
+        pg_sys::WaitLatchOrSocket(pg_sys::MyLatch, events as i32, socket, ms.max(1) as _, pg_sys::PG_WAIT_EXTENSION);
+        pg_sys::ResetLatch(pg_sys::MyLatch);
+    }
+}
+
 /// How long a session that takes no wake-ups sleeps between two looks, in milliseconds.
 const DOZE_MS: i64 = 100;
 
-/// Sleeps without a place among the sleepers, at most `left_ms`. Cancel and shutdown end it at once.
+/// Sleeps without a place among the sleepers, at most `left_ms`. Cancel, shutdown and a client that has gone end it at once.
 pub fn doze(left_ms: i64) {
-    // SAFETY: this backend's own latch.
-    unsafe {
-        let events = (pg_sys::WL_LATCH_SET | pg_sys::WL_TIMEOUT | pg_sys::WL_EXIT_ON_PM_DEATH) as i32;
-        pg_sys::WaitLatch(pg_sys::MyLatch, events, left_ms.clamp(1, DOZE_MS) as _, pg_sys::PG_WAIT_EXTENSION);
-        pg_sys::ResetLatch(pg_sys::MyLatch);
-    }
+    rest(left_ms.min(DOZE_MS));
     leave_if_client_has();
 }
 
@@ -270,28 +293,38 @@ impl Waiter {
         slots[at].queue.store(key, Ordering::SeqCst);
         slots[at].budgets.store(budgets, Ordering::SeqCst);
         slots[at].sleepers.fetch_add(1, Ordering::SeqCst);
-        shared.waiters.budgeted.fetch_add(u32::from(budgets != 0), Ordering::SeqCst);
+        count_budgeted(false, budgets != 0);
         Some(at)
     }
 
-    /// Sleeps until signalled, at most `left_ms`, and at most a second. Cancel and shutdown end it at once, a client that has gone at the next look.
-    pub fn sleep(&self, left_ms: i64) {
-        let longest = left_ms.min(LOOK_MS);
-        // SAFETY: prepared by `join`; checks for interrupts itself. Without a place in reach, an ordinary nap.
-        unsafe {
-            match self.slot {
-                Some(slot) => {
-                    pg_sys::ConditionVariableTimedSleep(variable(slot), longest, pg_sys::PG_WAIT_EXTENSION);
-                }
-                None => {
-                    let events = pg_sys::WL_LATCH_SET | pg_sys::WL_TIMEOUT | pg_sys::WL_EXIT_ON_PM_DEATH;
-                    pg_sys::WaitLatch(pg_sys::MyLatch, events as i32, longest, pg_sys::PG_WAIT_EXTENSION);
-                    pg_sys::ResetLatch(pg_sys::MyLatch);
-                }
-            }
+    /// Sleeps until signalled, at most `left_ms` and until it is time for a look. `budgets` are those that the queue draws on as this session's last look saw it:
+    /// with a task a budget may have come that it did not draw on before. Cancel, shutdown and a client that has gone end it at once.
+    pub fn sleep(&self, left_ms: i64, budgets: u64) {
+        let Some(slot) = self.slot else {
+            rest(left_ms.min(LOOK_MS));
+            return leave_if_client_has();
+        };
+        if let Some((at, was)) = WAITING_IN.get() {
+            count_budgeted(was, budgets != 0);
+            WAITING_IN.set(Some((at, budgets != 0)));
+        }
+        // Room in a budget that is new here was signalled to nobody until now, so that look came too early.
+        if budgets & !slot.budgets.swap(budgets, Ordering::SeqCst) != 0 {
+            return;
+        }
+        if in_line(slot) {
+            rest(left_ms.min(if budgets == 0 { SELDOM_MS } else { LOOK_MS }));
+            in_line(slot);
         }
         leave_if_client_has();
     }
+}
+
+/// Whether this session still stands in line for a signal. If not, because one came or because it had to wait for something else meanwhile, it does from now on,
+/// and should look.
+fn in_line(slot: &Slot) -> bool {
+    // SAFETY: a condition variable in shared memory; the sleep of no time at all leaves it to `rest` to wait also for the client.
+    unsafe { pg_sys::ConditionVariableTimedSleep(variable(slot), 0, pg_sys::PG_WAIT_EXTENSION) }
 }
 
 impl Drop for Waiter {

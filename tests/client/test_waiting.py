@@ -6,7 +6,7 @@ import psycopg
 import pytest
 from stint import Queue, background, call, until, value, waiting
 
-# Less than the second after which every waiter looks by itself: a claim answered sooner was woken.
+# Less than the second after which a waiter looks by itself where its queue draws on a budget (ten where it does not): a claim answered sooner was woken.
 SOON = 0.85
 
 
@@ -142,6 +142,36 @@ def test_room_in_a_shared_budget_wakes_a_waiter_of_another_queue(conn, connect, 
     else:
         call(conn, "alter_budget", name="b", max_running=2)
     assert len(woken(sleeper)) == 1
+
+
+def test_room_in_a_budget_that_came_with_a_task_wakes_a_waiter(conn, connect):
+    """While they slept, a task came that draws on a budget of which their queue had no task before."""
+    call(conn, "create_budget", name="b", max_running=1)
+    busy, other = Queue(conn, "busy", budgets=["b"]), Queue(conn, "other")
+    busy.enqueue()
+    task = busy.one()
+    sleepers = [Sleeper(other, connect()) for _ in range(3)]
+    other.enqueue(budgets=["b"])
+    # The one that was woken for it sleeps again.
+    until(conn, "SELECT count(*) = 3 FROM pg_stat_activity WHERE query LIKE '%claim%' AND wait_event_type = 'Extension' AND backend_type = 'client backend'")
+    busy.complete(task)
+    started = time.monotonic()
+    until(conn, "SELECT count(*) = 1 FROM stint.place_running WHERE queue = 'other'")
+    assert time.monotonic() - started < SOON
+    for _ in range(2):
+        other.enqueue()
+    assert sum(len(sleeper.join()) for sleeper in sleepers) == 3
+
+
+def test_a_waiter_finds_what_was_committed_in_two_phases(queue, connect):
+    """Nothing tells of COMMIT PREPARED."""
+    sleeper = Sleeper(queue, connect())
+    session = connect()
+    session.execute("BEGIN")
+    id = queue.by(session).enqueue()
+    session.execute("PREPARE TRANSACTION 'two phases'")
+    session.execute("COMMIT PREPARED 'two phases'")
+    assert [task.id for task in sleeper.join(15)] == [id]
 
 
 @pytest.mark.parametrize("how", ["statement_timeout", "cancel", "terminate"])

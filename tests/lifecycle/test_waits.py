@@ -47,7 +47,7 @@ def test_a_fast_shutdown_ends_waiting_claims(server, queue):
 
 
 def test_a_client_that_is_gone_gets_no_task(server, queue):
-    """Its session ends at its next look, and what it was woken for goes to the next one."""
+    """Its session ends at once, or when a task wakes it before it has noticed, and the task goes to the next one."""
     command = [bindir() / "psql", "-XAtc", f"SELECT id FROM stint.claim('{queue.name}', 'gone', wait => '50 s')"]
     clients = [subprocess.Popen(command, env=clean_environment() | server.env("app"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(3)]
     until(queue.conn, f"SELECT ({SLEEPING}) = 3")
@@ -59,7 +59,8 @@ def test_a_client_that_is_gone_gets_no_task(server, queue):
         client.wait()
     id = queue.enqueue()
     assert [found for (found,) in there.join(20)] == [id]
-    until(queue.conn, f"SELECT ({SLEEPING}) = 0", 20)
+    # They look by themselves only every ten seconds.
+    until(queue.conn, f"SELECT ({SLEEPING}) = 0", 2)
     assert value(queue.conn, "SELECT array_agg(worker) FROM stint.place_running") == ["w"]
     assert value(queue.conn, "SELECT count(*) FROM stint.task_attempts") == 0
 
@@ -97,6 +98,18 @@ def test_each_committed_task_wakes_one_of_many_waiters_and_no_other(server, queu
     with queue.conn.transaction():
         queue.fill(others)
     assert all(len(claim.join()) == 1 for claim in claims if claim not in awake)
+
+
+def test_workers_that_wait_hardly_look(server, queue):
+    sessions = [server.connect("app") for _ in range(24)]
+    claims = sleepers(queue, sessions)
+    pids = [session.info.backend_pid for session in sessions]
+    before, began = naps(pids), time.monotonic()
+    time.sleep(4)
+    # Each may look once in ten seconds, and is woken now and then for PostgreSQL's own ends; one that looks each second goes to sleep four times.
+    assert naps(pids) - before <= 24 * 2 * max(1, (time.monotonic() - began) / 10)
+    queue.fill(24)
+    assert sum(len(claim.join()) for claim in claims) == 24
 
 
 def test_sixty_four_waiting_workers_write_nothing_and_hold_nothing(server, queue):
