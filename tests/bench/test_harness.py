@@ -1,10 +1,11 @@
 """The bench's own arithmetic and bookkeeping. It measures nothing."""
 
+import dataclasses
 import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "peers"))
-from harness import contender, scripts, store  # noqa: E402
+from harness import contender, options, scripts, store  # noqa: E402
 from harness.report import goals, summary, tables  # noqa: E402
 from harness.report.stats import Cell, Results  # noqa: E402
 
@@ -58,6 +59,16 @@ def test_disturbed_samples_are_set_aside_where_there_are_others_and_marked_where
 def test_the_spread_is_half_the_distance_of_the_extremes():
     assert Cell([sample(90), sample(100), sample(110)]).spread() == 0.1
     assert Cell([sample(90)]).spread() is None
+
+
+def test_a_run_that_was_ended_early_says_of_how_many_rounds_it_is(tmp_path):
+    chosen = options.Options(quick=False, is_whole=False, contenders=("pg_stint", "hand"), scenarios=("enqueue",), **options.full() | {"rounds": 2})
+    run = store.Store.create(tmp_path, {"options": dataclasses.asdict(chosen)})
+    said = []
+    for unit in ("1/enqueue//pg_stint", "1/enqueue//hand", "2/enqueue//pg_stint", "2/enqueue//hand"):
+        run.end(unit, "a", 1.0)
+        said.append(Results(store.Store(run.folder), contender.every()).rounds())
+    assert said == ["0 rounds and part of another", "1 round", "1 round and part of another", "2 rounds"]
 
 
 def test_goals_are_met_or_not_and_what_was_not_measured_is_not_claimed(tmp_path):

@@ -7,7 +7,7 @@ from . import goals, plots, summary, tables
 from .stats import FOREIGN_LIMIT, STEAL_LIMIT, Results, disturbed
 
 HOW = """
-Every figure is the median of the rounds ({rounds}; of one where a contender other than pg_stint and the tables by hand needs a minute or more: under a held
+Every figure is the median of {rounds} (of one where a contender other than pg_stint and the tables by hand needs a minute or more: under a held
 snapshot, with a million tasks ready, by way of a pooler). Rounds go through all scenarios one after the other, so that what is compared was measured side by
 side and a slow hour hits all alike. The *spread* is half the distance between the extremes, as a share of the median. *Of bare insert+commit* divides
 by the rate of single-row inserts by 8 clients into a table with one index, measured right before and right after the very sample.
@@ -84,7 +84,7 @@ def write(store, contenders, folder):
     drawn = {name: plot(results, folder) for name, plot in plots.ALL.items()}
     options = store.about["options"]
     quick = "\n**A quick run: it shows that everything works; its figures mean nothing.**\n" if options["quick"] else ""
-    how = HOW.format(rounds=options["rounds"], foreign=FOREIGN_LIMIT, steal=STEAL_LIMIT)
+    how = HOW.format(rounds=results.rounds(), foreign=FOREIGN_LIMIT, steal=STEAL_LIMIT)
     parts = [
         "# Bench\n",
         quick,

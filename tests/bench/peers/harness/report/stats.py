@@ -1,6 +1,10 @@
 """Medians over the rounds, their spread, and which samples something disturbed."""
 
+import collections
 import statistics
+
+from ..options import Options
+from ..plan import units
 
 FOREIGN_LIMIT = 0.25  # cores that others used during a sample
 STEAL_LIMIT = 0.10  # cores that the hypervisor took
@@ -43,9 +47,22 @@ class Results:
     def __init__(self, store, contenders):
         self.store = store
         self.samples = store.samples
+        self.entrants = contenders
         measured = {sample["contender"] for sample in self.samples}
         self.contenders = [contender for contender in contenders.values() if contender.name in measured]
         self.queues = [contender for contender in self.contenders if contender.name != "floor"]
+
+    def rounds(self):
+        """How many rounds the figures are of, in words: a run that was ended early has fewer than were asked for."""
+
+        def of_round(names):
+            return collections.Counter(name.split("/", 1)[0] for name in names)
+
+        planned = of_round(unit for unit, *_ in units(Options(**self.store.about["options"]), self.entrants))
+        ended = of_round(self.store.ended)
+        whole = sum(ended[turn] == count for turn, count in planned.items())
+        words = f"{whole} round{'' if whole == 1 else 's'}"
+        return f"{words} and part of another" if len(ended) > whole else words
 
     def cell(self, contender, scenario, **point):
         name = contender if isinstance(contender, str) else contender.name

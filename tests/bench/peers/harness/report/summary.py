@@ -53,7 +53,7 @@ def text(results):
     about = results.store.about
     return (
         f"{table(results)}\n"
-        f"Medians of {about['options']['rounds']} rounds, all in one run on one machine ({about['machine']['cores']} cores, PostgreSQL "
+        f"Medians of {results.rounds()}, all in one run on one machine ({about['machine']['cores']} cores, PostgreSQL "
         f"{about['postgres']}, every commit flushed), 300-byte payloads, each product with its defaults. "
         "How it was measured, and all the rest: [docs/bench/report.md](docs/bench/report.md); `make bench` measures it again.\n\n"
         "![Rate over time while a snapshot is held](docs/bench/held-snapshot.svg)\n"
