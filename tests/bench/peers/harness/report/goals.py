@@ -1,5 +1,7 @@
 """What pg_stint sets itself, and what this run gave: met or not."""
 
+import statistics
+
 from . import tables
 
 OURS = "pg_stint"
@@ -65,7 +67,9 @@ def held(results):
             yield _at_most(f"{words} claim p99 at the end, of the start", end / start if start and end else None, 1.05)
             seen = [count for _, count in cell.samples[0].get("buffers", []) if count is not None]
             if len(seen) > 3:
-                yield _at_most(f"{words} buffers of a claim at the end, of the start", seen[-1] / seen[0] if seen[0] else None, 1.25)
+                # Single claims: one of many reads a page more, where a page of an index is full.
+                first, last = (statistics.median(part) for part in (seen[:5], seen[-5:]))
+                yield _at_most(f"{words} buffers of a claim at the end, of the start", last / first if first else None, 1.25)
 
 
 def backlog(results):

@@ -56,11 +56,14 @@ class Results:
         """How many rounds the figures are of, in words: a run that was ended early has fewer than were asked for."""
 
         def of_round(names):
-            return collections.Counter(name.split("/", 1)[0] for name in names)
+            by_round = collections.defaultdict(set)
+            for name in names:
+                by_round[name.split("/", 1)[0]].add(name)
+            return by_round
 
         planned = of_round(unit for unit, *_ in units(Options(**self.store.about["options"]), self.entrants))
         ended = of_round(self.store.ended)
-        whole = sum(ended[turn] == count for turn, count in planned.items())
+        whole = sum(planned[turn] <= ended[turn] for turn in list(ended))
         words = f"{whole} round{'' if whole == 1 else 's'}"
         return f"{words} and part of another" if len(ended) > whole else words
 
